@@ -1,0 +1,1 @@
+"""Take BatchNorm out of any network and keep what it was good for."""

@@ -1,0 +1,42 @@
+"""What a user can get wrong, one class each, under one base.
+
+Every message says what is wrong, where (qualified name, shape), and what to do.
+"""
+
+from __future__ import annotations
+
+
+class MimicNormError(ValueError):
+    """Base of every error that a user can cause and mend."""
+
+
+class ExampleError(MimicNormError):
+    """The model does not run on the example input."""
+
+
+class RefusedError(MimicNormError):
+    """A network cannot be converted as asked; ``refusals`` lists every reason, by qualified name."""
+
+    def __init__(self, message: str, refusals: tuple = ()):
+        super().__init__(message)
+        self.refusals = tuple(refusals)
+
+
+class InitError(MimicNormError):
+    """The starting weights cannot be set."""
+
+
+class CheckError(MimicNormError):
+    """A converted network is no longer whole."""
+
+
+class MicroBatchError(MimicNormError):
+    """The batch cannot be split, or its samples are not independent."""
+
+
+class MemoryPredictionError(MimicNormError):
+    """The memory of a network cannot be predicted, or a budget cannot be met."""
+
+
+class NameNotFoundError(MimicNormError):
+    """A model, method or option name is not known; the message lists near ones."""

@@ -1,0 +1,1 @@
+"""The paper's theory in float64; imports nothing of the package."""
