@@ -1,0 +1,359 @@
+"""Activations under a Gaussian input: their moments and the gains that keep a layer's variance.
+
+For z ~ N(0, 1) and an activation phi, a weight-mean layer of fan-in n keeps unit variance when its weights have
+standard deviation gain / sqrt(n) with gain = sqrt(n / (n - 1)) / sd(phi(z)) (Theorem 3; for ReLU,
+gain^2 = 2n / ((n - 1)(1 - 1/pi))). A layer that is not centred needs 1 / rms(phi(z)).
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import TheoryError
+from .quadrature import CPU, normal_nodes
+
+Function = Callable[[Tensor], Tensor]
+SELU_SCALE, SELU_ALPHA = 1.0507009873554804934193349852946, 1.6732632423543772848170429916717
+
+
+def _softplus(x: Tensor, beta: float = 1.0) -> Tensor:
+    # torch's softplus switches to the identity at 20: a step of 2e-9 that the quadrature would have to resolve
+    return torch.logaddexp(beta * x, torch.zeros_like(x)) / beta
+
+
+def _elu(x: Tensor, alpha: float = 1.0) -> Tensor:
+    return torch.where(x > 0, x, alpha * torch.expm1(x.clamp(max=0)))
+
+
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return nn.functional.gelu(x, approximate="tanh")
+
+
+# name -> (function of (x, parameters in order), default parameters, kinks as a function of the parameters)
+_REGISTRY: dict[str, tuple[Callable[..., Tensor], dict[str, float], Callable[..., tuple[float, ...]]]] = {
+    "identity": (lambda x: x * 1.0, {}, lambda: ()),
+    "relu": (torch.relu, {}, lambda: (0.0,)),
+    "relu6": (lambda x: x.clamp(0.0, 6.0), {}, lambda: (0.0, 6.0)),
+    "squared_relu": (lambda x: torch.relu(x) ** 2, {}, lambda: (0.0,)),
+    "leaky_relu": (lambda x, a: torch.where(x > 0, x, a * x), {"negative_slope": 0.01}, lambda a: (0.0,)),
+    "prelu": (lambda x, a: torch.where(x > 0, x, a * x), {"negative_slope": 0.25}, lambda a: (0.0,)),
+    "gelu": (lambda x: nn.functional.gelu(x), {}, lambda: ()),
+    "gelu_tanh": (_gelu_tanh, {}, lambda: ()),
+    "silu": (lambda x: x * torch.sigmoid(x), {}, lambda: ()),
+    "mish": (lambda x: x * torch.tanh(_softplus(x)), {}, lambda: ()),
+    "hardswish": (lambda x: x * (x + 3).clamp(0, 6) / 6, {}, lambda: (-3.0, 3.0)),
+    "hardsigmoid": (lambda x: (x + 3).clamp(0, 6) / 6, {}, lambda: (-3.0, 3.0)),
+    "elu": (_elu, {"alpha": 1.0}, lambda a: (0.0,)),
+    "selu": (lambda x: SELU_SCALE * _elu(x, SELU_ALPHA), {}, lambda: (0.0,)),
+    "celu": (lambda x, a: a * _elu(x / a), {"alpha": 1.0}, lambda a: (0.0,)),
+    "tanh": (torch.tanh, {}, lambda: ()),
+    "sigmoid": (torch.sigmoid, {}, lambda: ()),
+    "logsigmoid": (lambda x: -_softplus(-x), {}, lambda: ()),
+    "softplus": (_softplus, {"beta": 1.0}, lambda beta: ()),
+    "softsign": (lambda x: x / (1 + x.abs()), {}, lambda: (0.0,)),
+    "erf": (torch.erf, {}, lambda: ()),
+    "hardtanh": (
+        lambda x, lo, hi: x.clamp(lo, hi),
+        {"min_val": -1.0, "max_val": 1.0},
+        lambda lo, hi: (lo, hi),
+    ),
+}
+
+# torch module class -> (name, {parameter: attribute}); GELU and PReLU are told apart in `_of_module`
+_MODULES: dict[str, tuple[str, dict[str, str]]] = {
+    "Identity": ("identity", {}),
+    "ReLU": ("relu", {}),
+    "ReLU6": ("relu6", {}),
+    "LeakyReLU": ("leaky_relu", {"negative_slope": "negative_slope"}),
+    "SiLU": ("silu", {}),
+    "Mish": ("mish", {}),
+    "Hardswish": ("hardswish", {}),
+    "Hardsigmoid": ("hardsigmoid", {}),
+    "ELU": ("elu", {"alpha": "alpha"}),
+    "SELU": ("selu", {}),
+    "CELU": ("celu", {"alpha": "alpha"}),
+    "Tanh": ("tanh", {}),
+    "Sigmoid": ("sigmoid", {}),
+    "LogSigmoid": ("logsigmoid", {}),
+    "Softplus": ("softplus", {"beta": "beta"}),
+    "Softsign": ("softsign", {}),
+    "Hardtanh": ("hardtanh", {"min_val": "min_val", "max_val": "max_val"}),
+}
+
+
+def names() -> tuple[str, ...]:
+    """Return the names that `activation` arguments accept."""
+    return tuple(sorted(_REGISTRY))
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An element-wise function with what the quadrature must know of it.
+
+    Attributes:
+        name: a registered name, or the callable's own.
+        function: maps a float64 tensor to a tensor of the same shape.
+        kinks: arguments where the function or one of its first two derivatives jumps.
+        parameters: (name, value) pairs, in the order of the registered function.
+    """
+
+    name: str
+    function: Function
+    kinks: tuple[float, ...]
+    parameters: tuple[tuple[str, float], ...] = ()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return phi(x)."""
+        y = self.function(x)
+        if not isinstance(y, Tensor) or y.shape != x.shape:
+            got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
+            raise TheoryError(
+                f"activation {self.name!r} is not element-wise: shape {tuple(x.shape)} became {got}. "
+                "Pass a function that maps each number on its own."
+            )
+        return y
+
+    def derivative(self, x: Tensor) -> Tensor:
+        """Return phi'(x); at a kink, torch's one-sided choice."""
+        # a caller may hold no_grad or inference_mode: neither may turn the derivative into an error
+        with torch.inference_mode(False), torch.enable_grad():
+            x = x.detach().clone().requires_grad_()
+            y = self(x).sum()
+            if not y.requires_grad:  # constant
+                return torch.zeros_like(x).detach()
+            return torch.autograd.grad(y, x)[0].detach()
+
+
+def resolve(activation: Any, kinks: Iterable[float] | None = None, **parameters: float) -> Activation:
+    """Return the `Activation` for a name, a torch activation module, or any element-wise callable.
+
+    Args:
+        activation: a name of `names()`, an `nn.Module` such as ``nn.LeakyReLU(0.2)``, or a callable on float64
+            tensors.
+        kinks: for a callable, where it or its first two derivatives jump; searched for in [-16, 16] when not given.
+        parameters: parameters of a named activation, such as ``negative_slope=0.2``.
+
+    Example:
+        >>> resolve("leaky_relu", negative_slope=0.2).kinks
+        (0.0,)
+    """
+    if isinstance(activation, Activation):
+        return activation
+    if isinstance(activation, str):
+        return _named(activation, parameters)
+    if parameters:
+        raise TheoryError(
+            f"parameters {sorted(parameters)} belong to a named activation; bind them into the callable instead."
+        )
+    if isinstance(activation, type) or not callable(activation):
+        raise TheoryError(
+            f"activation must be a name, an activation module or a callable on tensors, not {activation!r}."
+        )
+    known = _of_module(activation) if isinstance(activation, nn.Module) and kinks is None else None
+    if known is not None:
+        return known
+    name = getattr(activation, "__name__", type(activation).__name__)
+    bare = Activation(name, activation, ())
+    return Activation(name, activation, tuple(map(float, kinks)) if kinks is not None else find_kinks(bare))
+
+
+def _named(name: str, given: dict[str, float]) -> Activation:
+    key = name.lower()
+    if key not in _REGISTRY:
+        near = difflib.get_close_matches(key, _REGISTRY, n=3)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(names())}."
+        raise TheoryError(f"unknown activation {name!r}: {hint} Any callable on tensors is accepted, too.")
+    function, defaults, kinks = _REGISTRY[key]
+    unknown = sorted(set(given) - set(defaults))
+    if unknown:
+        takes = ", ".join(defaults) or "no parameters"
+        raise TheoryError(f"activation {name!r} has no parameter {unknown[0]!r}; it takes {takes}.")
+    parameters = {k: float(given.get(k, v)) for k, v in defaults.items()}
+    bad = [k for k, v in parameters.items() if not math.isfinite(v) or (k == "beta" and v == 0)]
+    if bad or (key == "celu" and parameters["alpha"] == 0):
+        raise TheoryError(
+            f"activation {name!r}: parameter {(bad or ['alpha'])[0]!r} must be finite and usable."
+        )
+    values = tuple(parameters.values())
+    if not values:
+        return Activation(key, function, kinks())
+    return Activation(key, _bind(function, values), kinks(*values), tuple(parameters.items()))
+
+
+@lru_cache(maxsize=256)
+def _bind(function: Callable[..., Tensor], values: tuple[float, ...]) -> Function:
+    # cached, so that equal activations are equal objects and the caches below recognise them
+    return lambda x: function(x, *values)
+
+
+def _of_module(module: nn.Module) -> Activation | None:
+    kind = type(module)
+    if not kind.__module__.startswith("torch.nn"):
+        return None  # a subclass may do something else: treat it as a callable
+    if isinstance(module, nn.GELU):
+        return _named("gelu" if module.approximate == "none" else "gelu_tanh", {})
+    if isinstance(module, nn.PReLU):
+        return _named("prelu", {"negative_slope": float(module.weight.detach().mean())})
+    if kind.__name__ not in _MODULES:
+        return None
+    name, attributes = _MODULES[kind.__name__]
+    return _named(
+        name, {parameter: getattr(module, attribute) for parameter, attribute in attributes.items()}
+    )
+
+
+def find_kinks(activation: Activation, reach: float = 16.0) -> tuple[float, ...]:
+    """Find the jumps of a function and its first two derivatives in [-reach, reach] by bisection.
+
+    A smooth function's difference over an interval halves with the interval; a jump's does not. Jumps smaller than
+    1e-6, and several of them within 1/64, are not told apart.
+
+    Example:
+        >>> find_kinks(Activation("hinge", lambda x: (x - 0.3).clamp(min=0), ()))
+        (0.3,)
+    """
+    # an irrational offset keeps grid points off the round numbers where kinks live
+    grid = torch.arange(-reach, reach, 1 / 64, dtype=torch.float64, device=CPU) + (math.sqrt(2) - 1) / 64
+    found: set[float] = set()
+    for order in range(3):
+        lo, hi = grid[:-1], grid[1:]
+        suspicious = (_nth(activation, hi, order) - _nth(activation, lo, order)).abs() > 1e-6
+        lo, hi = lo[suspicious].clone(), hi[suspicious].clone()
+        for _ in range(40):  # the interval ends 1e-14 wide
+            mid = (lo + hi) / 2
+            at_lo, at_mid, at_hi = (_nth(activation, x, order) for x in (lo, mid, hi))
+            left = (at_mid - at_lo).abs() >= (at_hi - at_mid).abs()
+            lo, hi = torch.where(left, lo, mid), torch.where(left, mid, hi)
+        jumps = (_nth(activation, hi, order) - _nth(activation, lo, order)).abs() > 1e-6
+        found |= {round(float(x), 12) + 0.0 for x in ((lo + hi) / 2)[jumps]}
+    return tuple(sorted(found))
+
+
+def _nth(activation: Activation, x: Tensor, order: int) -> Tensor:
+    """Return the derivative of the given order (0, 1 or 2) at x."""
+    with torch.inference_mode(False), torch.enable_grad():
+        x = x.detach().clone().requires_grad_()
+        y = activation(x)
+        for _ in range(order):
+            if not y.requires_grad:
+                return torch.zeros_like(x).detach()
+            y = torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+        return y.detach()
+
+
+@dataclass(frozen=True)
+class ActivationStats:
+    """Moments of phi(z), z ~ N(0, 1), and the slopes of the maps built from them at the weight-mean gain g = 1/sd.
+
+    Attributes:
+        mean: E[phi(z)].
+        second_moment: E[phi(z)^2].
+        variance: second_moment - mean^2.
+        sd: square root of the variance.
+        rms: square root of the second moment.
+        chi1: g^2 E[phi'(z)^2], the slope of the correlation map at 1 (paper: 1 / (1 - 1/pi) for ReLU).
+        tbar_slope_at_zero: g^2 E[phi'(z)]^2, its slope at 0: what a small correlation is multiplied by per layer.
+        variance_slope: dV/dq at q = 1 of V(q) = g^2 Var(phi(sqrt(q) z)); above 1 the variance drifts with depth.
+    """
+
+    mean: float
+    second_moment: float
+    variance: float
+    sd: float
+    rms: float
+    chi1: float
+    tbar_slope_at_zero: float
+    variance_slope: float
+
+
+def activation_stats(
+    activation: Any, kinks: Iterable[float] | None = None, **parameters: float
+) -> ActivationStats:
+    """Compute the moments of an activation under N(0, 1) by quadrature split at its kinks.
+
+    Args: as for `resolve`.
+
+    Example:
+        >>> round(activation_stats("relu").chi1, 6)
+        1.466942
+    """
+    return _stats(resolve(activation, kinks, **parameters))
+
+
+@lru_cache(maxsize=256)
+def _stats(activation: Activation) -> ActivationStats:
+    z, w = normal_nodes(activation.kinks)
+    phi, slope = activation(z).detach(), activation.derivative(z)
+    if not bool(torch.isfinite(phi).all() & torch.isfinite(slope).all()):
+        raise TheoryError(
+            f"activation {activation.name!r} or its derivative is not finite on [-12, 12]; "
+            "the Gaussian theory needs a function that is finite everywhere."
+        )
+
+    def mean_of(values: Tensor) -> float:
+        return float((w * values).sum())
+
+    mean, second = mean_of(phi), mean_of(phi**2)
+    variance = mean_of((phi - mean) ** 2)  # not second - mean^2, which cancels for nearly constant functions
+    if variance <= 1e-24 * max(second, 1e-300):
+        raise TheoryError(
+            f"activation {activation.name!r} is constant under N(0, 1): no gain can restore its variance."
+        )
+    return ActivationStats(
+        mean=mean,
+        second_moment=second,
+        variance=variance,
+        sd=math.sqrt(variance),
+        rms=math.sqrt(second),
+        chi1=mean_of(slope**2) / variance,
+        tbar_slope_at_zero=mean_of((phi - mean) * z) ** 2 / variance,  # E[phi'] = E[z phi], also for steps
+        variance_slope=mean_of((phi - mean) * slope * z) / variance,
+    )
+
+
+def gain(
+    activation: Any,
+    mode: str = "weight_mean",
+    fan_in: int | None = None,
+    *,
+    kinks: Iterable[float] | None = None,
+    **parameters: float,
+) -> float:
+    """Return the gain g for which weights of standard deviation g / sqrt(fan_in) keep unit variance.
+
+    Args:
+        activation: what the layer's input went through (see `resolve`); ``"identity"`` for raw or linear input.
+        mode: ``"weight_mean"``: 1 / sd(phi(z)), for a layer whose weights are centred (Theorem 3);
+            ``"plain"``: 1 / rms(phi(z)), for one whose weights are not.
+        fan_in: with it, the weight-mean gain carries the exact finite-width factor sqrt(n / (n - 1)) of Lemma 1.
+        kinks: see `resolve`.
+        parameters: see `resolve`.
+
+    Example:
+        >>> round(gain("relu"), 5), round(gain("relu", "plain") ** 2, 5)
+        (1.71286, 2.0)
+    """
+    if mode not in ("weight_mean", "plain"):
+        raise TheoryError(
+            f"unknown mode {mode!r}: use 'weight_mean' (centred weights) or 'plain' (not centred)."
+        )
+    if fan_in is not None and fan_in < 1:
+        raise TheoryError(f"fan_in must be at least 1, not {fan_in}.")
+    stats = activation_stats(activation, kinks, **parameters)
+    if mode == "plain":
+        return 1 / stats.rms
+    if fan_in is None:
+        return 1 / stats.sd
+    if fan_in == 1:
+        raise TheoryError(
+            "weight mean with fan_in 1 centres the only weight to zero; use mode 'plain' there."
+        )
+    return math.sqrt(fan_in / (fan_in - 1)) / stats.sd
