@@ -1,1 +1,58 @@
-"""Take BatchNorm out of any network and keep what it was good for."""
+"""Take BatchNorm out of any PyTorch network and keep what it was good for.
+
+    import mimicnorm as mn
+
+    report = mn.convert_(model, mn.MimicNorm(), example=(2, 3, 224, 224))
+
+This file is the table of contents. Names load on first use, so that ``import mimicnorm`` (and the command line's
+``--help``) does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "convert": "convert",
+    "convert_": "convert",
+    "check": "convert",
+    "init_": "convert",
+    "Report": "convert",
+    "plan": "plan",
+    "Plan": "steps",
+    "MimicNorm": "methods",
+    "WeightMean": "methods",
+    "LastBN": "methods",
+    "NoNorm": "methods",
+    "BatchNorm": "methods",
+    "MimicNormError": "errors",
+}
+_MODULES = ("errors", "layers", "memory", "methods", "microbatch", "theory")
+
+__all__ = [*_WHERE, *_MODULES]  # noqa: PLE0604
+
+if TYPE_CHECKING:
+    from mimicnorm import errors, layers, memory, methods, microbatch, theory
+    from mimicnorm.convert import Report, check, convert, convert_, init_
+    from mimicnorm.errors import MimicNormError
+    from mimicnorm.methods import BatchNorm, LastBN, MimicNorm, NoNorm, WeightMean
+    from mimicnorm.plan import plan
+    from mimicnorm.steps import Plan
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        value = getattr(importlib.import_module(f"mimicnorm.{_WHERE[name]}"), name)
+    elif name in _MODULES:
+        value = importlib.import_module(f"mimicnorm.{name}")
+    else:
+        raise AttributeError(f"module 'mimicnorm' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

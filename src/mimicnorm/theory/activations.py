@@ -1,7 +1,7 @@
 """Activations under a Gaussian input: their moments and the gains that keep a layer's variance.
 
-For z ~ N(0, 1) and an activation phi, a weight-mean layer of fan-in n keeps unit variance when its weights have
-standard deviation gain / sqrt(n) with gain = sqrt(n / (n - 1)) / sd(phi(z)) (Theorem 3; for ReLU,
+For z ~ N(0, 1) and an activation phi, a weight-mean layer of fan-in n keeps unit variance when its weights
+have standard deviation gain / sqrt(n) with gain = sqrt(n / (n - 1)) / sd(phi(z)) (Theorem 3; for ReLU,
 gain^2 = 2n / ((n - 1)(1 - 1/pi))). A layer that is not centred needs 1 / rms(phi(z)).
 """
 
@@ -25,7 +25,7 @@ SELU_SCALE, SELU_ALPHA = 1.0507009873554804934193349852946, 1.673263242354377284
 
 
 def _softplus(x: Tensor, beta: float = 1.0) -> Tensor:
-    # torch's softplus switches to the identity at 20: a step of 2e-9 that the quadrature would have to resolve
+    # torch's softplus switches to the identity at 20: a step of 2e-9 inside a quadrature panel
     return torch.logaddexp(beta * x, torch.zeros_like(x)) / beta
 
 
@@ -37,56 +37,38 @@ def _gelu_tanh(x: Tensor) -> Tensor:
     return nn.functional.gelu(x, approximate="tanh")
 
 
-# name -> (function of (x, parameters in order), default parameters, kinks as a function of the parameters)
-_REGISTRY: dict[str, tuple[Callable[..., Tensor], dict[str, float], Callable[..., tuple[float, ...]]]] = {
-    "identity": (lambda x: x * 1.0, {}, lambda: ()),
-    "relu": (torch.relu, {}, lambda: (0.0,)),
-    "relu6": (lambda x: x.clamp(0.0, 6.0), {}, lambda: (0.0, 6.0)),
-    "squared_relu": (lambda x: torch.relu(x) ** 2, {}, lambda: (0.0,)),
-    "leaky_relu": (lambda x, a: torch.where(x > 0, x, a * x), {"negative_slope": 0.01}, lambda a: (0.0,)),
-    "prelu": (lambda x, a: torch.where(x > 0, x, a * x), {"negative_slope": 0.25}, lambda a: (0.0,)),
-    "gelu": (lambda x: nn.functional.gelu(x), {}, lambda: ()),
-    "gelu_tanh": (_gelu_tanh, {}, lambda: ()),
-    "silu": (lambda x: x * torch.sigmoid(x), {}, lambda: ()),
-    "mish": (lambda x: x * torch.tanh(_softplus(x)), {}, lambda: ()),
-    "hardswish": (lambda x: x * (x + 3).clamp(0, 6) / 6, {}, lambda: (-3.0, 3.0)),
-    "hardsigmoid": (lambda x: (x + 3).clamp(0, 6) / 6, {}, lambda: (-3.0, 3.0)),
-    "elu": (_elu, {"alpha": 1.0}, lambda a: (0.0,)),
-    "selu": (lambda x: SELU_SCALE * _elu(x, SELU_ALPHA), {}, lambda: (0.0,)),
-    "celu": (lambda x, a: a * _elu(x / a), {"alpha": 1.0}, lambda a: (0.0,)),
-    "tanh": (torch.tanh, {}, lambda: ()),
-    "sigmoid": (torch.sigmoid, {}, lambda: ()),
-    "logsigmoid": (lambda x: -_softplus(-x), {}, lambda: ()),
-    "softplus": (_softplus, {"beta": 1.0}, lambda beta: ()),
-    "softsign": (lambda x: x / (1 + x.abs()), {}, lambda: (0.0,)),
-    "erf": (torch.erf, {}, lambda: ()),
+# name -> (function of (x, *parameters), default parameters, kinks; None: the parameters are the kinks)
+_REGISTRY: dict[str, tuple[Callable[..., Tensor], dict[str, float], tuple[float, ...] | None]] = {
+    "identity": (lambda x: x * 1.0, {}, ()),
+    "relu": (torch.relu, {}, (0.0,)),
+    "relu6": (lambda x: x.clamp(0.0, 6.0), {}, (0.0, 6.0)),
+    "squared_relu": (lambda x: torch.relu(x) ** 2, {}, (0.0,)),
+    "leaky_relu": (lambda x, a: torch.where(x > 0, x, a * x), {"negative_slope": 0.01}, (0.0,)),
+    "prelu": (lambda x, a: torch.where(x > 0, x, a * x), {"negative_slope": 0.25}, (0.0,)),
+    "gelu": (lambda x: nn.functional.gelu(x), {}, ()),
+    "gelu_tanh": (_gelu_tanh, {}, ()),
+    "silu": (lambda x: x * torch.sigmoid(x), {}, ()),
+    "mish": (lambda x: x * torch.tanh(_softplus(x)), {}, ()),
+    "hardswish": (lambda x: x * (x + 3).clamp(0, 6) / 6, {}, (-3.0, 3.0)),
+    "hardsigmoid": (lambda x: (x + 3).clamp(0, 6) / 6, {}, (-3.0, 3.0)),
+    "elu": (_elu, {"alpha": 1.0}, (0.0,)),
+    "selu": (lambda x: SELU_SCALE * _elu(x, SELU_ALPHA), {}, (0.0,)),
+    "celu": (lambda x, a: a * _elu(x / a), {"alpha": 1.0}, (0.0,)),
+    "tanh": (torch.tanh, {}, ()),
+    "sigmoid": (torch.sigmoid, {}, ()),
+    "logsigmoid": (lambda x: -_softplus(-x), {}, ()),
+    "softplus": (_softplus, {"beta": 1.0}, ()),
+    "softsign": (lambda x: x / (1 + x.abs()), {}, (0.0,)),
+    "erf": (torch.erf, {}, ()),
     "hardtanh": (
         lambda x, lo, hi: x.clamp(lo, hi),
         {"min_val": -1.0, "max_val": 1.0},
-        lambda lo, hi: (lo, hi),
+        None,
     ),
 }
 
-# torch module class -> (name, {parameter: attribute}); GELU and PReLU are told apart in `_of_module`
-_MODULES: dict[str, tuple[str, dict[str, str]]] = {
-    "Identity": ("identity", {}),
-    "ReLU": ("relu", {}),
-    "ReLU6": ("relu6", {}),
-    "LeakyReLU": ("leaky_relu", {"negative_slope": "negative_slope"}),
-    "SiLU": ("silu", {}),
-    "Mish": ("mish", {}),
-    "Hardswish": ("hardswish", {}),
-    "Hardsigmoid": ("hardsigmoid", {}),
-    "ELU": ("elu", {"alpha": "alpha"}),
-    "SELU": ("selu", {}),
-    "CELU": ("celu", {"alpha": "alpha"}),
-    "Tanh": ("tanh", {}),
-    "Sigmoid": ("sigmoid", {}),
-    "LogSigmoid": ("logsigmoid", {}),
-    "Softplus": ("softplus", {"beta": "beta"}),
-    "Softsign": ("softsign", {}),
-    "Hardtanh": ("hardtanh", {"min_val": "min_val", "max_val": "max_val"}),
-}
+# torch module classes whose name, in lower case, is not the activation's; parameters keep their names throughout
+_MODULE_NAMES = {"leakyrelu": "leaky_relu"}
 
 
 def names() -> tuple[str, ...]:
@@ -136,9 +118,10 @@ def resolve(activation: Any, kinks: Iterable[float] | None = None, **parameters:
     """Return the `Activation` for a name, a torch activation module, or any element-wise callable.
 
     Args:
-        activation: a name of `names()`, an `nn.Module` such as ``nn.LeakyReLU(0.2)``, or a callable on float64
-            tensors.
-        kinks: for a callable, where it or its first two derivatives jump; searched for in [-16, 16] when not given.
+        activation: a name of `names()`, an `nn.Module` such as ``nn.LeakyReLU(0.2)``, or a callable
+            on float64 tensors.
+        kinks: for a callable, where it or its first two derivatives jump; searched for in [-16, 16]
+            when not given.
         parameters: parameters of a named activation, such as ``negative_slope=0.2``.
 
     Example:
@@ -151,7 +134,7 @@ def resolve(activation: Any, kinks: Iterable[float] | None = None, **parameters:
         return _named(activation, parameters)
     if parameters:
         raise TheoryError(
-            f"parameters {sorted(parameters)} belong to a named activation; bind them into the callable instead."
+            f"parameters {sorted(parameters)} belong to a named activation; bind them into the callable."
         )
     if isinstance(activation, type) or not callable(activation):
         raise TheoryError(
@@ -179,13 +162,10 @@ def _named(name: str, given: dict[str, float]) -> Activation:
     parameters = {k: float(given.get(k, v)) for k, v in defaults.items()}
     bad = [k for k, v in parameters.items() if not math.isfinite(v) or (k == "beta" and v == 0)]
     if bad or (key == "celu" and parameters["alpha"] == 0):
-        raise TheoryError(
-            f"activation {name!r}: parameter {(bad or ['alpha'])[0]!r} must be finite and usable."
-        )
+        raise TheoryError(f"activation {name!r}: parameter {(bad or ['alpha'])[0]!r} cannot be used.")
     values = tuple(parameters.values())
-    if not values:
-        return Activation(key, function, kinks())
-    return Activation(key, _bind(function, values), kinks(*values), tuple(parameters.items()))
+    bound = _bind(function, values) if values else function
+    return Activation(key, bound, values if kinks is None else kinks, tuple(parameters.items()))
 
 
 @lru_cache(maxsize=256)
@@ -195,26 +175,24 @@ def _bind(function: Callable[..., Tensor], values: tuple[float, ...]) -> Functio
 
 
 def _of_module(module: nn.Module) -> Activation | None:
-    kind = type(module)
-    if not kind.__module__.startswith("torch.nn"):
+    if not type(module).__module__.startswith("torch.nn"):
         return None  # a subclass may do something else: treat it as a callable
     if isinstance(module, nn.GELU):
         return _named("gelu" if module.approximate == "none" else "gelu_tanh", {})
     if isinstance(module, nn.PReLU):
         return _named("prelu", {"negative_slope": float(module.weight.detach().mean())})
-    if kind.__name__ not in _MODULES:
+    name = type(module).__name__.lower()
+    name = _MODULE_NAMES.get(name, name)
+    if name not in _REGISTRY:
         return None
-    name, attributes = _MODULES[kind.__name__]
-    return _named(
-        name, {parameter: getattr(module, attribute) for parameter, attribute in attributes.items()}
-    )
+    return _named(name, {parameter: getattr(module, parameter) for parameter in _REGISTRY[name][1]})
 
 
 def find_kinks(activation: Activation, reach: float = 16.0) -> tuple[float, ...]:
     """Find the jumps of a function and its first two derivatives in [-reach, reach] by bisection.
 
-    A smooth function's difference over an interval halves with the interval; a jump's does not. Jumps smaller than
-    1e-6, and several of them within 1/64, are not told apart.
+    A smooth function's difference over an interval halves with the interval; a jump's does not. Jumps below
+    1e-6 and all but the largest of several jumps within 1/64 are missed: pass such kinks yourself.
 
     Example:
         >>> find_kinks(Activation("hinge", lambda x: (x - 0.3).clamp(min=0), ()))
@@ -251,7 +229,9 @@ def _nth(activation: Activation, x: Tensor, order: int) -> Tensor:
 
 @dataclass(frozen=True)
 class ActivationStats:
-    """Moments of phi(z), z ~ N(0, 1), and the slopes of the maps built from them at the weight-mean gain g = 1/sd.
+    """Moments of phi(z), z ~ N(0, 1), and the slopes of the maps built from them.
+
+    Slopes are taken at the weight-mean gain g = 1 / sd.
 
     Attributes:
         mean: E[phi(z)].
@@ -260,8 +240,8 @@ class ActivationStats:
         sd: square root of the variance.
         rms: square root of the second moment.
         chi1: g^2 E[phi'(z)^2], the slope of the correlation map at 1 (paper: 1 / (1 - 1/pi) for ReLU).
-        tbar_slope_at_zero: g^2 E[phi'(z)]^2, its slope at 0: what a small correlation is multiplied by per layer.
-        variance_slope: dV/dq at q = 1 of V(q) = g^2 Var(phi(sqrt(q) z)); above 1 the variance drifts with depth.
+        tbar_slope_at_zero: g^2 E[phi'(z)]^2, its slope at 0: the factor per layer of a small correlation.
+        variance_slope: dV/dq at q = 1 of V(q) = g^2 Var(phi(sqrt(q) z)); above 1 the variance drifts.
     """
 
     mean: float
@@ -330,10 +310,10 @@ def gain(
     """Return the gain g for which weights of standard deviation g / sqrt(fan_in) keep unit variance.
 
     Args:
-        activation: what the layer's input went through (see `resolve`); ``"identity"`` for raw or linear input.
+        activation: what the layer's input went through (see `resolve`); ``"identity"`` for raw input.
         mode: ``"weight_mean"``: 1 / sd(phi(z)), for a layer whose weights are centred (Theorem 3);
             ``"plain"``: 1 / rms(phi(z)), for one whose weights are not.
-        fan_in: with it, the weight-mean gain carries the exact finite-width factor sqrt(n / (n - 1)) of Lemma 1.
+        fan_in: with it, the weight-mean gain carries the exact factor sqrt(n / (n - 1)) of Lemma 1.
         kinks: see `resolve`.
         parameters: see `resolve`.
 
@@ -342,9 +322,7 @@ def gain(
         (1.71286, 2.0)
     """
     if mode not in ("weight_mean", "plain"):
-        raise TheoryError(
-            f"unknown mode {mode!r}: use 'weight_mean' (centred weights) or 'plain' (not centred)."
-        )
+        raise TheoryError(f"unknown mode {mode!r}: use 'weight_mean' (centred weights) or 'plain' (others).")
     if fan_in is not None and fan_in < 1:
         raise TheoryError(f"fan_in must be at least 1, not {fan_in}.")
     stats = activation_stats(activation, kinks, **parameters)
@@ -353,7 +331,5 @@ def gain(
     if fan_in is None:
         return 1 / stats.sd
     if fan_in == 1:
-        raise TheoryError(
-            "weight mean with fan_in 1 centres the only weight to zero; use mode 'plain' there."
-        )
+        raise TheoryError("weight mean with fan_in 1 centres the only weight to zero; use mode='plain'.")
     return math.sqrt(fan_in / (fan_in - 1)) / stats.sd

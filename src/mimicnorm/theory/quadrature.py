@@ -1,8 +1,8 @@
 """Gaussian expectations E[f(s z)], z ~ N(0, 1), to float64 accuracy for functions with kinks.
 
-Gauss-Hermite converges only algebraically at a kink (ReLU: three digits with 100 nodes). Gauss-Legendre on panels
-that end at the kinks keeps every piece analytic, and panels that shrink towards the kinks keep it so when the
-scale s is large and the interesting part of f occupies a sliver of the z axis.
+Gauss-Hermite converges only algebraically at a kink. Gauss-Legendre on panels that end at the kinks keeps every
+piece analytic, and panels that shrink towards the kinks keep it so when the scale s is large and the interesting
+part of f occupies a sliver of the z axis.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ from torch import Tensor
 
 RANGE = 12.0  # the density at 12 is 2e-32: beyond double precision for any activation of polynomial growth
 NODES_PER_PANEL = 20
-CPU = torch.device(
-    "cpu"
-)  # named everywhere: a caller's `with torch.device("meta")` must not reach the quadrature
+CPU = torch.device("cpu")  # named everywhere: a caller's `with torch.device(...)` must not reach in
 
 
 @lru_cache(maxsize=8)
@@ -28,7 +26,7 @@ def legendre(count: int = NODES_PER_PANEL) -> tuple[np.ndarray, np.ndarray]:
 
 
 def breakpoints(kinks: Iterable[float], scale: float) -> np.ndarray:
-    """Place panel ends on the z axis: unit steps, and geometric steps around each kink and 0 of f(scale z)."""
+    """Place panel ends on the z axis: unit steps, and geometric ones around 0 and the kinks of f(scale z)."""
     steps = 2.0 ** np.arange(-1, 2 + max(0, int(np.ceil(np.log2(RANGE * max(scale, 1.0))))))
     ladder = np.concatenate([-steps[::-1], [0.0], steps])
     centres = np.array(sorted({0.0, *map(float, kinks)}))

@@ -1,0 +1,167 @@
+"""Convert every BatchNorm classifier of torchvision and timm, and train each for one step.
+
+    python benchmarks/coverage.py [--limit N] [--fresh]
+
+Resumable: finished models are kept in ``results/coverage.jsonl`` and skipped; the summary is
+``results/coverage.json``. For each model, at the smallest input it takes: converted (no batch-dependent module
+left but LastNorm; a training step gives a finite gradient to every parameter that had one; the share of owners
+that are centred), or refused by name.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections import Counter
+
+import torch
+from provenance import RESULTS, provenance, save
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import zoo
+from mimicnorm.convert import convert_
+from mimicnorm.errors import MimicNormError
+from mimicnorm.layers import LastNorm
+from mimicnorm.methods import MimicNorm
+from mimicnorm.record import is_batch_norm, record
+
+SIZES = (32, 64, 96, 128, 160, 224, 256, 299, 384)
+
+
+def build(source: str, name: str) -> nn.Module:
+    if source == "timm":
+        return zoo.timm().create_model(name)
+    models = zoo.torchvision().models
+    quick = {"init_weights": False} if name in ("googlenet", "inception_v3") else {}
+    return models.get_model(name, **quick)
+
+
+def candidates() -> list[tuple[str, str]]:
+    models = zoo.torchvision().models
+    names = [("torchvision", n) for n in models.list_models(module=models)]
+    return names + [("timm", n) for n in zoo.timm().list_models()]
+
+
+def has_batch_norm(source: str, name: str) -> bool:
+    """Built on the meta device: shapes only."""
+    try:
+        with torch.device("meta"):
+            model = build(source, name)
+    except Exception:
+        model = build(source, name)
+    return any(is_batch_norm(m) for m in model.modules())
+
+
+def smallest_input(model: nn.Module) -> tuple[int, ...]:
+    """The smallest square image on which the model runs, found on fake tensors."""
+    config = getattr(model, "default_cfg", None) or {}
+    channels, *_, default = config.get("input_size", (3, 299, 299))
+    for size in (*[s for s in SIZES if s < default and not config.get("fixed_input_size")], default):
+        try:
+            record(model, (2, channels, size, size))
+        except MimicNormError:
+            continue
+        return (2, channels, size, size)
+    raise MimicNormError(f"runs on none of the sizes up to {default}")
+
+
+def parameters_with_gradient(model: nn.Module, shape: tuple[int, ...]) -> set[str]:
+    """Which parameters a training step of the original reaches, on fake tensors."""
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        state = {
+            n: mode.from_tensor(p.detach()).requires_grad_(p.is_floating_point()) for n, p in model.named_parameters()
+        }
+        buffers = {n: mode.from_tensor(b.detach()) for n, b in model.named_buffers()}
+        x = torch.empty(shape)
+        loss(torch.func.functional_call(model, {**state, **buffers}, (x,))).backward()
+        return {n for n, p in state.items() if p.grad is not None}
+
+
+def loss(output: object) -> torch.Tensor:
+    leaves = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
+    return sum((t.float().square().mean() for t in leaves), torch.zeros(()))
+
+
+def examine(source: str, name: str) -> dict:
+    torch.manual_seed(0)
+    model = build(source, name).train()
+    shape = smallest_input(model)
+    reached = parameters_with_gradient(model, shape)
+    row: dict = {"source": source, "name": name, "shape": list(shape)}
+    start = time.perf_counter()
+    try:
+        report = convert_(model, MimicNorm(), example=shape)
+    except MimicNormError as error:
+        return row | {"outcome": "refused", "why": str(error)[:600]}
+    row["seconds"] = round(time.perf_counter() - start, 2)
+    row |= {"init": report.init, **report.totals()}
+    left = [n for n, m in model.named_modules() if is_batch_norm(m) and not isinstance(m, LastNorm)]
+    depthwise = {n for n, m in model.named_modules() if getattr(m, "groups", 1) == getattr(m, "in_channels", 0) > 1}
+    eligible = [s for s in report.layers if s.fan_in > 50 and s.name not in depthwise]
+    row["eligible"], row["eligible_centred"] = len(eligible), sum(s.action == "centre" for s in eligible)
+    row["norms_without_owner"] = sum(not n.owner and n.role != "unused" for n in report.norms)
+    loss(model(torch.randn(shape))).backward()
+    moved = {new: old for old, new in report.moved_parameters.items()}
+    wanted = {n for n, _ in model.named_parameters() if moved.get(n, n) in reached}
+    bad = [n for n, p in model.named_parameters() if n in wanted and (p.grad is None or not p.grad.isfinite().all())]
+    row["batch_norms_left"], row["without_gradient"] = left, bad[:20]
+    return row | {"outcome": "converted" if not left and not bad else "broken"}
+
+
+def summarise(rows: list[dict]) -> dict:
+    outcomes = Counter(r["outcome"] for r in rows)
+    done = [r for r in rows if r["outcome"] == "converted"]
+    eligible = sum(r["eligible"] for r in done)
+    return {
+        **provenance(method="MimicNorm()", init="auto", step="one training step, batch 2, smallest input"),
+        "models": len(rows),
+        "by_source": Counter(f"{r['source']}: {r['outcome']}" for r in rows),
+        "outcomes": outcomes,
+        "converted_share": round(outcomes["converted"] / max(len(rows), 1), 4),
+        "owners_over_50_not_depthwise": eligible,
+        "of_those_centred_share": round(sum(r["eligible_centred"] for r in done) / max(eligible, 1), 4),
+        "init": Counter(r["init"] for r in done),
+        "not_converted": [
+            {k: r[k] for k in ("source", "name", "outcome", "why", "without_gradient") if k in r}
+            for r in rows
+            if r["outcome"] != "converted"
+        ],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--limit", type=int, default=None, help="stop after so many models")
+    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
+    parser.add_argument("--retry", action="store_true", help="examine again what was refused or broken")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    RESULTS.mkdir(exist_ok=True)
+    log = RESULTS / "coverage.jsonl"
+    rows = [] if options.fresh or not log.exists() else [json.loads(line) for line in log.read_text().splitlines()]
+    if options.retry:
+        rows = [r for r in rows if r["outcome"] in ("converted", "no batch norm")]
+    log.write_text("".join(json.dumps(r) + "\n" for r in rows))
+    known = {(r["source"], r["name"]) for r in rows}
+    todo = [c for c in candidates() if c not in known][: options.limit]
+    for i, (source, name) in enumerate(todo):
+        if not has_batch_norm(source, name):
+            row: dict = {"source": source, "name": name, "outcome": "no batch norm"}
+        else:
+            try:
+                row = examine(source, name)
+            except Exception as error:
+                row = {"source": source, "name": name, "outcome": "error", "why": f"{type(error).__name__}: {error}"[:600]}
+            print(f"{i + 1}/{len(todo)} {source}:{name} {row['outcome']} {row.get('why', '')[:200]}", flush=True)
+        rows.append(row)
+        with log.open("a") as f:
+            f.write(json.dumps(row) + "\n")
+        gc.collect()
+    print(save("coverage", summarise([r for r in rows if r["outcome"] != "no batch norm"])))
+
+
+if __name__ == "__main__":
+    main()

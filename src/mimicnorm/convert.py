@@ -1,0 +1,272 @@
+"""Carry out a plan: the surgery, whole or not at all.
+
+Modules keep their identity: a layer changes its class to one derived from its own, a BatchNorm becomes what is
+left of it. The converted network is run once on fake tensors; should that fail, everything is put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+
+from mimicnorm.errors import CheckError, RefusedError
+from mimicnorm.init import initialise
+from mimicnorm.layers import (
+    LastNorm,
+    LastNormed,
+    Remains,
+    Scale,
+    ScaledOutput,
+    Shift,
+    WeightMean,
+    centre_,
+    last_norm_,
+    scale_output_,
+)
+from mimicnorm.methods import Method
+from mimicnorm.plan import Where, plan
+from mimicnorm.record import is_batch_norm, record
+from mimicnorm.steps import HeadStep, LayerStep, NormStep, Plan
+
+
+@dataclass
+class Report(Plan):
+    """The plan that was carried out, and what an optimizer built before it would miss.
+
+    Attributes:
+        new_parameters: (qualified name, parameter) of every trainable parameter that did not exist before.
+        moved_parameters: Old key -> new key of parameters that live on under another name (beta -> bias).
+    """
+
+    new_parameters: list[tuple[str, Parameter]] = field(default_factory=list)
+    moved_parameters: dict[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {
+            **super().as_dict(),
+            "new_parameters": [name for name, _ in self.new_parameters],
+            "moved_parameters": dict(self.moved_parameters),
+        }
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a converted model remembers of its conversion, for ``check`` and ``init_``; not in its state dict."""
+
+    method: Method
+    norms: tuple[NormStep, ...]
+    layers: tuple[LayerStep, ...]
+    heads: tuple[HeadStep, ...]
+    init: str | None
+
+
+def convert_(
+    model: nn.Module,
+    method: Method,
+    *,
+    example: Any,
+    init: str | None = "auto",
+    head: str | Sequence[str] | None = None,
+    where: Where | None = None,
+) -> Report:
+    """Take BatchNorm out of a network, in place; arguments as for ``plan``.
+
+    Convert first, then build the optimizer, compile, wrap or shard. Either all of it happens or an error is
+    raised and the model is as it was.
+
+    Example:
+        >>> from mimicnorm.methods import MimicNorm
+        >>> net = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(256, 4))
+        >>> report = convert_(net, MimicNorm(), example=(2, 8, 6, 6))
+        >>> type(net[0]).__name__, type(net[1]).__name__, report.init
+        ('WeightMeanConv2d', 'Identity', 'theory')
+    """
+    planned = plan(model, method, example=example, init=init, head=head, where=where)
+    planned.require()
+    report = Report(**planned.__dict__)
+    if not report.method.removes_norm:
+        return report
+    with _all_or_nothing(model, report):
+        _operate(model, report)
+        steps = (tuple(report.norms), tuple(report.layers), tuple(report.heads))
+        model._mimicnorm = Conversion(report.method, *steps, report.init)  # pyrefly: ignore
+        record(model, example)
+        if report.init is not None:
+            initialise(model, report.layers, report.norms, report.init, example)
+    return report
+
+
+def convert(model: nn.Module, method: Method, **kwargs: Any) -> nn.Module:
+    """A converted deep copy; the argument is untouched. Keywords as for ``convert_``."""
+    if isinstance(model, nn.Module):
+        plan(model, method, **kwargs).require()  # refuse before copying
+        model = copy.deepcopy(model)
+    convert_(model, method, **kwargs)
+    return model
+
+
+def init_(model: nn.Module, init: str = "theory", *, example: Any = None) -> None:
+    """Set the starting weights of a converted network, apart from the surgery.
+
+    For models that were converted with ``init=None``, on the meta device, or are reset for another run.
+
+    Args:
+        model: A converted network, or one that contains it.
+        init: "theory", or "calibrate" (needs ``example``).
+        example: As for ``convert_``; real data is best.
+    """
+    for prefix, root in _conversions(model):
+        conversion: Conversion = root._mimicnorm  # pyrefly: ignore
+        if prefix and init == "calibrate":
+            raise CheckError(f"calibrate runs the converted network itself: call init_ on {prefix!r}")
+        initialise(root, conversion.layers, conversion.norms, init, example)
+
+
+def check(model: nn.Module) -> None:
+    """Raise ``CheckError`` if a converted network is no longer whole.
+
+    A head that was replaced (``model.fc = ...``, ``reset_classifier``) loses its LastNorm; a layer that was
+    replaced loses its centring; a BatchNorm may have come back.
+    """
+    problems: list[str] = []
+    for prefix, root in _conversions(model):
+        modules = dict(root.named_modules())
+        conversion: Conversion = root._mimicnorm  # pyrefly: ignore
+        for head in conversion.heads:
+            if not isinstance(modules.get(head.name), LastNormed):
+                problems.append(
+                    f"{prefix}{head.name}: the head was replaced and its LastNorm is gone; "
+                    "put it back with mimicnorm.layers.last_norm_(head, LastNorm(classes))"
+                )
+        for step in conversion.layers:
+            wanted = WeightMean if step.action == "centre" else ScaledOutput if step.scale is not None else nn.Module
+            if not isinstance(modules.get(step.name), wanted):
+                problems.append(f"{prefix}{step.name}: the layer was replaced and is no longer {wanted.__name__}")
+        left = {n.name for n in conversion.norms if n.action == "leave"}
+        for name, m in modules.items():
+            if is_batch_norm(m) and not isinstance(m, LastNorm) and name not in left:
+                problems.append(f"{prefix}{name}: a {type(m).__name__} has come back")
+    if problems:
+        raise CheckError("the converted network is no longer whole:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def _conversions(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    found = [(f"{n}." if n else "", m) for n, m in model.named_modules() if "_mimicnorm" in m.__dict__]
+    if not found:
+        raise CheckError(f"{type(model).__name__} was not converted by mimicnorm")
+    return found
+
+
+# -- the surgery -------------------------------------------------------------------------------------------------
+
+
+def _operate(model: nn.Module, report: Report) -> None:
+    modules = dict(model.named_modules())
+    betas = {n.name: _beta(modules[n.name]) for n in report.norms}
+    for step in report.layers:
+        _operate_on_layer(modules[step.name], step, betas, report)
+    for n in report.norms:
+        if n.action != "leave":
+            _operate_on_norm(modules[n.name], n, betas[n.name], report)
+    for h in report.heads:
+        head = modules[h.name]
+        like = next((p for p in head.parameters() if p.is_floating_point()), torch.empty(0))
+        norm = LastNorm(h.classes, h.dim, device=like.device, dtype=like.dtype)
+        norm.train(head.training)
+        last_norm_(head, norm)
+
+
+def _operate_on_layer(layer: nn.Module, step: LayerStep, betas: dict[str, Parameter | None], report: Report) -> None:
+    weight: Tensor = layer.weight  # pyrefly: ignore
+    scale = None
+    if step.scale is not None:
+        scale = Parameter(torch.full((1,), step.scale, device=weight.device, dtype=weight.dtype))
+        scale.requires_grad_(weight.requires_grad)
+        report.new_parameters += [(f"{step.name}.residual_scale", scale)] * scale.requires_grad
+    if step.action == "centre":
+        centre_(layer, scale)
+    elif scale is not None:
+        scale_output_(layer, scale)
+    beta = betas.get(step.beta_from) if step.beta_from is not None else None
+    if beta is None:
+        return
+    own = layer.bias
+    if own is None:
+        layer.register_parameter("bias", beta)
+        report.moved_parameters[f"{step.beta_from}.bias"] = f"{step.name}.bias"
+    else:  # two biases in a row are one
+        with torch.no_grad():
+            own.add_(beta.to(own))  # pyrefly: ignore
+
+
+def _beta(norm: nn.Module) -> Parameter | None:
+    beta = getattr(norm, "bias", None)
+    if beta is None or isinstance(beta, Parameter):
+        return beta
+    return Parameter(beta.detach().clone(), requires_grad=False)  # a frozen BatchNorm keeps it as a buffer
+
+
+def _operate_on_norm(norm: nn.Module, step: NormStep, beta: Parameter | None, report: Report) -> None:
+    instead: nn.Module | None = None
+    if step.action == "shift":
+        instead = Shift(beta)
+        if beta is not None:
+            suffix = "instead.bias" if step.keeps else "bias"
+            report.moved_parameters[f"{step.name}.bias"] = f"{step.name}.{suffix}"
+    elif step.action == "scale":
+        like = beta if beta is not None else next(iter(norm.buffers()), torch.empty(0))
+        instead = Scale(torch.full((1,), step.scale, device=like.device, dtype=like.dtype), beta)
+        suffix = "instead.residual_scale" if step.keeps else "residual_scale"
+        report.new_parameters.append((f"{step.name}.{suffix}", instead.residual_scale))
+    if step.keeps:
+        children = dict(norm.named_children())
+        become(norm, Remains(instead, {n: children[n] for n in step.keeps}))
+    else:
+        become(norm, instead if instead is not None else nn.Identity())
+
+
+def become(module: nn.Module, other: nn.Module) -> None:
+    """Let a module take the class and state of another; it stays the same object, with its flag and its hooks."""
+    hooks = {k: v for k, v in module.__dict__.items() if k.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))}
+    training = module.training
+    module.__class__ = type(other)
+    module.__dict__.clear()
+    module.__dict__.update(other.__dict__)
+    module.__dict__.update(hooks)
+    module.training = training
+
+
+@contextlib.contextmanager
+def _all_or_nothing(model: nn.Module, report: Report) -> Iterator[None]:
+    """Put classes, attributes, registries and the values that may be written back if anything raises."""
+    modules = list(model.modules())
+    before = [(type(m), dict(m.__dict__)) for m in modules]
+    registries = [{k: copy.copy(v) for k, v in d.items() if isinstance(v, dict)} for _, d in before]
+    named = dict(model.named_modules())
+    written = {id(p): p for s in (*report.layers, *report.norms) for p in named[s.name].parameters(recurse=False)}
+    values = [(p, p.detach().clone()) for p in written.values()]
+    try:
+        yield
+    except BaseException as error:
+        for m, (cls, attributes), registry in zip(modules, before, registries, strict=True):
+            m.__class__ = cls
+            m.__dict__.clear()
+            m.__dict__.update(attributes)
+            for key, saved in registry.items():
+                m.__dict__[key].clear()
+                m.__dict__[key].update(saved)
+        for p, value in values:
+            p.data.copy_(value)
+        if isinstance(error, (RefusedError, KeyboardInterrupt)) or not isinstance(error, Exception):
+            raise
+        raise RefusedError(
+            f"the network was converted but did not run any more, and was put back as it was: {error}"
+        ) from error

@@ -1,0 +1,245 @@
+"""Read a recorded graph: who owns a BatchNorm, where residual branches end, where the logits are made.
+
+Pure functions of the graph; they decide nothing about the method.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from mimicnorm.ops import Kind
+from mimicnorm.record import Graph, Node
+
+_TO_OWNER = (Kind.VIEW, Kind.PAD, Kind.DROPOUT)
+_TO_LAYERS = (Kind.ACTIVATION, Kind.POOL, Kind.DROPOUT, Kind.VIEW, Kind.PAD, Kind.CONSTANT, Kind.RESIZE)
+_TO_INPUT = (Kind.VIEW, Kind.PAD, Kind.DROPOUT, Kind.POOL, Kind.RESIZE, Kind.CONSTANT)
+_TO_END = (
+    Kind.VIEW,
+    Kind.PAD,
+    Kind.POOL,
+    Kind.RESIZE,
+    Kind.DROPOUT,
+    Kind.ACTIVATION,
+    Kind.CONSTANT,
+    Kind.PRODUCT,
+)
+_TO_LOGITS = (Kind.VIEW, Kind.POOL, Kind.RESIZE, Kind.SOFTMAX, Kind.DROPOUT, Kind.CONSTANT, Kind.PAD)
+
+
+def carried(node: Node) -> Node | None:
+    """The operand that an operation passes on: of a gate, the gated one; None where there is no such one.
+
+    A product carries the operand of its own shape that the other was computed from (squeeze-excite,
+    swish), or that the other is broadcast to; ``x.expand_as(y)`` carries its first argument.
+    """
+    if not node.inputs:
+        return None
+    if node.kind is not Kind.PRODUCT:
+        return node.inputs[0]
+    a, b = node.inputs[:2]
+    if a is b:
+        return a
+    whole = [n for n in (a, b) if n.shape == node.shape]
+    for n in whole:
+        if (b if n is a else a).ancestors >> n.index & 1:
+            return n
+    return whole[0] if len(whole) == 1 else None
+
+
+def walk_back(node: Node, through: tuple[Kind, ...], stop: Callable[[Node], bool] = lambda _: False) -> Node:
+    """Follow carried operands back through operations of some kinds to the first of another kind."""
+    while node.kind in through and not stop(node):
+        before = carried(node)
+        if before is None:
+            break
+        node = before
+    return node
+
+
+def owner(norm: Node) -> Node | None:
+    """The weight layer that alone produces a BatchNorm's input, if nobody else reads it on the way."""
+    node = norm.inputs[0]
+    while node.kind in _TO_OWNER and len(node.users) == 1 and len(set(node.inputs)) == 1:
+        node = node.inputs[0]
+    alone = node.kind is Kind.LAYER and node.layer is not None and len(node.users) == 1
+    return node if alone else None
+
+
+def on_raw_input(norm: Node) -> bool:
+    """Whether a BatchNorm normalises the model's own input."""
+    return walk_back(norm.inputs[0], _TO_INPUT).kind is Kind.INPUT
+
+
+def reached_layers(node: Node) -> list[Node]:
+    """The weight layers that a tensor reaches first, through activations, pooling, dropout and views."""
+    found: list[Node] = []
+    front, seen = list(node.users), set()
+    while front:
+        user = front.pop()
+        if user in seen:
+            continue
+        seen.add(user)
+        if user.kind is Kind.LAYER:
+            if user.layer is not None:
+                found.append(user)
+        elif user.kind in _TO_LAYERS or (user.kind is Kind.PRODUCT and _self_gate(user)):
+            front += user.users
+    return sorted(found, key=lambda n: n.index)
+
+
+def gate_layers(graph: Graph) -> set[str]:
+    """Weight layers that only make a gate (squeeze-excite, attention over channels or positions)."""
+    layers = [n for n in graph.nodes if n.layer is not None]
+    found: set[str] = set()
+    for product in graph.nodes:
+        if product.kind is not Kind.PRODUCT or len(set(product.inputs)) < 2:
+            continue
+        kept = carried(product)
+        if kept is None:
+            continue
+        gate = next(n for n in product.inputs if n is not kept)
+        own = gate.ancestors & ~kept.ancestors
+        found |= {n.layer for n in layers if own >> n.index & 1 and n.layer is not None}
+    return found
+
+
+def _self_gate(product: Node) -> bool:
+    """``x * f(x)`` without a weight in f: an activation written out."""
+    kept = carried(product)
+    if kept is None:
+        return False
+    own = product.ancestors & ~kept.ancestors & ~(1 << product.index)
+    return not any(own >> i & 1 for i in _layer_indices(product))
+
+
+def _layer_indices(node: Node) -> Iterable[int]:
+    seen, front = {node}, [node]
+    while front:
+        for parent in front.pop().inputs:
+            if parent not in seen:
+                seen.add(parent)
+                front.append(parent)
+                if parent.kind is Kind.LAYER:
+                    yield parent.index
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A sum of two or more data-dependent operands, nested ones flattened.
+
+    Attributes:
+        node: The last addition.
+        operands: What is summed.
+        carrier: The operand that gets no scalar (the skip), or None on a tie.
+    """
+
+    node: Node
+    operands: tuple[Node, ...]
+    carrier: Node | None
+
+    @property
+    def branches(self) -> tuple[Node, ...]:
+        """The operands that are not the carrier."""
+        return tuple(n for n in self.operands if n is not self.carrier)
+
+
+def end(operand: Node) -> Node:
+    """Where an operand of a sum comes from: the first BatchNorm, weight layer, sum, concat or input behind it."""
+    return walk_back(operand, _TO_END)
+
+
+def sums(graph: Graph) -> list[Sum]:
+    """Every sum of the graph, in execution order, with its carrier."""
+    weights = sum(1 << n.index for n in graph.nodes if n.kind is Kind.LAYER)
+    found = []
+    for node in graph.nodes:
+        if node.kind is not Kind.SUM or (len(node.users) == 1 and node.users[0].kind is Kind.SUM):
+            continue  # a nested sum with one reader is part of that reader
+        operands = tuple(_flatten(node))
+        if len(set(operands)) > 1:
+            found.append(Sum(node, operands, _carrier(operands, weights)))
+    return found
+
+
+def _flatten(node: Node) -> list[Node]:
+    flat: list[Node] = []
+    for operand in node.inputs:
+        if operand.kind is Kind.SUM and len(operand.users) == 1:
+            flat += _flatten(operand)
+        else:
+            flat.append(operand)
+    return flat
+
+
+def own_path(operand: Node, operands: Iterable[Node]) -> int:
+    """Bit set of an operand's ancestors that the operands do not all share."""
+    shared = -1
+    for other in operands:
+        shared &= other.ancestors
+    return operand.ancestors & ~shared
+
+
+def _carrier(operands: tuple[Node, ...], weights: int) -> Node | None:
+    for operand in operands:
+        if all(other.ancestors >> operand.index & 1 for other in operands):
+            return operand
+    counts = {n: (own_path(n, operands) & weights).bit_count() for n in operands}
+    fewest = min(counts.values())
+    holders = [n for n, count in counts.items() if count == fewest]
+    return holders[0] if fewest == 0 or len(holders) == 1 else None
+
+
+@dataclass(frozen=True)
+class Logits:
+    """Where logits are made.
+
+    Attributes:
+        module: Qualified name of the module whose output they are.
+        classes: How many.
+        dim: The dimension they lie along: 1 after a convolution, -1 after a matrix product.
+    """
+
+    module: str
+    classes: int
+    dim: int
+
+
+def logits(graph: Graph) -> tuple[list[Logits], list[str]]:
+    """The heads behind the model's outputs, and for each output without an evident one, why."""
+    heads: dict[str, Logits] = {}
+    problems: list[str] = []
+    for position, output in enumerate(graph.outputs):
+        front, seen, pooled = [output], set(), False
+        while front:
+            node = front.pop()
+            if node in seen:
+                continue
+            seen.add(node)
+            pooled = pooled or node.kind is Kind.POOL
+            if node.kind in _TO_LOGITS or (node.op == "relu" and pooled):  # SqueezeNet: conv, relu, pool
+                before = carried(node)
+                front += [before] if before is not None else []
+            elif node.kind in (Kind.SUM, Kind.CONCAT):
+                front += node.inputs
+            elif node.kind is Kind.LAYER and (node.layer or node.made_by):
+                name = node.layer or node.made_by[0]
+                heads.setdefault(name, logits_at(node, name))
+            else:
+                what = f"{node.norm or node.where or node.op!r}" if node.kind is not Kind.INPUT else "the input"
+                problems.append(
+                    f"output {position} {tuple(output.shape)} comes from {what} ({node.kind.value}), not from a layer"
+                )
+    return list(heads.values()), problems
+
+
+def logits_at(node: Node, name: str) -> Logits:
+    """A head at a node: classes along dimension 1 of a convolution's output, else along the last."""
+    dim = 1 if node.op.startswith("conv") or len(node.shape) == 2 else -1
+    return Logits(name, node.shape[dim], dim)
+
+
+def uses(graph: Graph) -> Counter[str]:
+    """How often each weight layer and each BatchNorm is used."""
+    return Counter(name for n in graph.nodes for name in (n.layer, n.norm) if name is not None)

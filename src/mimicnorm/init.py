@@ -1,0 +1,162 @@
+"""Starting weights: drawn with the theory's gains, or scaled to unit variance on one batch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from mimicnorm.errors import ExampleError, InitError
+from mimicnorm.layers import LastNorm, Scale, Shift, WeightMean
+from mimicnorm.record import call_arguments, describe, untouched
+from mimicnorm.steps import LayerStep, NormStep
+
+
+def initialise(
+    model: nn.Module, layers: Sequence[LayerStep], norms: Sequence[NormStep], init: str, example: Any
+) -> None:
+    """Set the weights of every planned layer; layers that no BatchNorm touched are left alone.
+
+    Args:
+        model: The converted network.
+        layers: What the plan says of its layers.
+        norms: ... and of its former BatchNorms (their shifts start at zero).
+        init: "theory" redraws the weights; "calibrate" scales them, in forward order, on the example.
+        example: For "calibrate": one batch.
+    """
+    if init not in ("theory", "calibrate"):
+        raise InitError(f'init={init!r}; use "theory" or "calibrate"')
+    modules = dict(model.named_modules())
+    planned = [(step, modules[step.name]) for step in layers]
+    meta = [step.name for step, m in planned if m.weight.is_meta]  # pyrefly: ignore
+    if meta:
+        raise InitError(
+            f"{meta[0]!r} and {len(meta) - 1} other layers are on the meta device and hold no values: convert with "
+            "init=None, materialise the model (to_empty, load_state_dict), then call mimicnorm.init_"
+        )
+    with torch.no_grad():
+        for step, m in planned:
+            if isinstance(m.bias, Tensor):
+                m.bias.zero_()
+            if step.scale is not None:
+                m.residual_scale.fill_(step.scale)  # pyrefly: ignore
+        for n in norms:
+            _reset_affine(modules[n.name], n.scale)
+        for step, m in planned:
+            if init == "theory" or _degenerate(m):
+                draw_(m.weight, step.gain, step.fan_in)  # pyrefly: ignore
+        if init == "calibrate":
+            _calibrate(model, planned, [modules[n.name] for n in norms], example)
+
+
+def draw_(weight: Tensor, gain: float, fan_in: int) -> None:
+    """Normal weights of standard deviation gain / sqrt(fan_in)."""
+    weight.normal_(0.0, gain / math.sqrt(fan_in))
+
+
+def _reset_affine(module: nn.Module, scale: float | None) -> None:
+    for m in module.modules():
+        if isinstance(m, (Shift, Scale)) and m.bias is not None:
+            m.bias.zero_()
+        if isinstance(m, Scale) and scale is not None:
+            m.residual_scale.fill_(scale)
+
+
+def _degenerate(layer: nn.Module) -> bool:
+    """Weights that no factor can bring to unit variance: all zero, or nothing left once centred."""
+    weight = layer.effective_weight() if isinstance(layer, WeightMean) else layer.weight
+    return bool(weight.abs().max() <= 1e-6 * layer.weight.abs().max()) or not bool(weight.any())  # pyrefly: ignore
+
+
+def _calibrate(
+    model: nn.Module, planned: Sequence[tuple[LayerStep, nn.Module]], norms: Sequence[nn.Module], example: Any
+) -> None:
+    if example is None:
+        raise InitError('init="calibrate" needs an example: one batch of data, or its shape')
+    args, kwargs = call_arguments(model, example)
+    pending: dict[int, tuple[str, nn.Module]] = {id(m): (step.name, m) for step, m in planned}
+    scalars = [m for n in norms for m in n.modules() if isinstance(m, Scale)]
+    pending |= {id(m): ("a residual scalar", m) for m in scalars}
+
+    def first_use(module: nn.Module, forward: Callable) -> Callable:
+        def run(*args: Any, **kwargs: Any) -> Tensor:
+            output = forward(*args, **kwargs)
+            if id(module) not in pending:
+                return output
+            name, _ = pending.pop(id(module))
+            _to_unit_variance(name, module, output)
+            return forward(*args, **kwargs)
+
+        return run
+
+    with _quiet(model), _instead_of_forward([m for _, m in pending.values()], first_use):
+        try:
+            model(*args, **kwargs)
+        except InitError:
+            raise
+        except Exception as error:
+            raise ExampleError(
+                f"the model's forward raised while calibrating on ({describe(args, kwargs)}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def _to_unit_variance(name: str, module: nn.Module, output: Tensor) -> None:
+    variance = float(output.float().var(correction=0))
+    if not (math.isfinite(variance) and variance > 0):
+        raise InitError(
+            f"cannot calibrate {name}: the variance of its output {tuple(output.shape)} is {variance}. "
+            "Give an example whose samples differ and are finite (real data is best)."
+        )
+    scalar = getattr(module, "residual_scale", None)
+    target = scalar if scalar is not None else module.weight
+    target.mul_(variance**-0.5)  # pyrefly: ignore
+
+
+@contextlib.contextmanager
+def _instead_of_forward(modules: Sequence[nn.Module], wrap: Callable) -> Iterator[None]:
+    """Wrap ``forward`` on the instances: unlike a hook it also sees ``layer.forward(x)``."""
+    try:
+        for m in modules:
+            m.__dict__["forward"] = wrap(m, m.forward)
+        yield
+    finally:
+        for m in modules:
+            m.__dict__.pop("forward", None)
+
+
+@contextlib.contextmanager
+def _quiet(model: nn.Module) -> Iterator[None]:
+    """Training mode, so that auxiliary heads run, but with every dropout off and all statistics put back."""
+    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+    try:
+        with untouched(model), _NoDropout():
+            model.train()
+            for m in model.modules():
+                drops = isinstance(m, nn.modules.dropout._DropoutNd) or "drop" in type(m).__name__.lower()
+                if drops or "stochastic" in type(m).__name__.lower():
+                    m.training = False
+                if isinstance(m, LastNorm):
+                    m.training = False
+            yield
+    finally:
+        for b, value in buffers:
+            b.copy_(value)
+
+
+class _NoDropout(TorchFunctionMode):
+    """Functional dropout does nothing inside."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout):
+            return args[0] if args else kwargs["input"]
+        return func(*args, **kwargs)
+
+

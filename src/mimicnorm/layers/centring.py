@@ -1,0 +1,264 @@
+"""Weight mean: the layer ``op(x, s * (W - mean(W)))`` at the memory of a plain layer.
+
+The centred weight is a function of a parameter, so it need not be kept: in eager mode one
+autograd function saves the layer's input and its parameters (and a mean per output channel)
+and centres again in the backward pass. While compiling, the same is said to the partitioner
+by a checkpoint; while exporting and inside functorch transforms the plain expression runs.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """The linear map of a convolution, transposed or not, on a batched input."""
+
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int = 1
+    transposed: bool = False
+    output_padding: tuple[int, ...] = (0,)
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.convolution(
+            x,
+            weight,
+            bias,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.transposed,
+            self._output_padding,
+            self.groups,
+        )
+
+    def backward(
+        self, grad: Tensor, x: Tensor | None, x_shape: torch.Size, weight: Tensor, mask: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients for (x, weight, bias), each where ``mask`` asks for it."""
+        if x is None:  # its values are not needed, only its shape
+            x = grad.new_empty(1).expand(x_shape)
+        bias_shape = [grad.shape[1]] if mask[2] else None
+        return torch.ops.aten.convolution_backward.default(
+            grad,
+            x,
+            weight,
+            bias_shape,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.transposed,
+            self._output_padding,
+            self.groups,
+            list(mask),
+        )
+
+    @property
+    def _output_padding(self) -> tuple[int, ...]:
+        return self.output_padding if self.transposed else (0,) * len(self.stride)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The linear map of ``nn.Linear`` on an input of any rank."""
+
+    groups: int = 1
+    transposed: bool = False
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.nn.functional.linear(x, weight, bias)
+
+    def backward(
+        self, grad: Tensor, x: Tensor | None, x_shape: torch.Size, weight: Tensor, mask: tuple[bool, bool, bool]
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Gradients for (x, weight, bias), each where ``mask`` asks for it."""
+        del x_shape
+        rows = grad.reshape(-1, grad.shape[-1])
+        grad_x = grad @ weight if mask[0] else None
+        grad_weight = rows.T @ x.reshape(-1, x.shape[-1]) if mask[1] and x is not None else None
+        return grad_x, grad_weight, rows.sum(0) if mask[2] else None
+
+
+Op = Convolution | Matrix
+
+
+def centre(weight: Tensor, *, groups: int = 1, transposed: bool = False) -> Tensor:
+    """Subtract from each output channel's weights their mean (the paper's weight mean).
+
+    Args:
+        weight: (out, in / groups, *kernel), or (in, out / groups, *kernel) if transposed.
+        groups: The convolution's groups; they matter only to a transposed one.
+        transposed: Whether the output channels are the second dimension.
+
+    Example:
+        >>> centre(torch.tensor([[1.0, 2.0, 6.0]]))
+        tensor([[-2., -1.,  3.]])
+    """
+    if not transposed:
+        return weight - weight.mean(tuple(range(1, weight.dim())), keepdim=True)
+    grouped = weight.unflatten(0, (groups, -1))
+    means = grouped.mean((1, *range(3, grouped.dim())), keepdim=True)
+    return (grouped - means).flatten(0, 1)
+
+
+def effective_weight(weight: Tensor, scale: Tensor | None, op: Op) -> Tensor:
+    """The weight the layer applies, ``scale * centre(weight)``, as a plain differentiable expression."""
+    wide = weight.float() if weight.dtype in _HALF else weight  # a mean over thousands needs the digits
+    centred = centre(wide, groups=op.groups, transposed=op.transposed)
+    return centred if scale is None else centred * scale
+
+
+def weight_mean(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, op: Op) -> Tensor:
+    """Apply ``op`` with the centred, scaled weight.
+
+    Args:
+        x: The input; a convolution's has a batch dimension.
+        weight: The layer's own parameter, not centred.
+        bias: Added after, untouched by ``scale``.
+        scale: The residual branch's scalar, shape (1,), or None.
+        op: The linear map.
+    """
+    device = x.device.type
+    if torch.is_autocast_enabled(device):
+        # aten's convolution is on no autocast list, so the cast is ours; it comes first, so that
+        # the narrow tensor is the one that is saved.
+        dtype = torch.get_autocast_dtype(device)
+        x = x.to(dtype) if x.dtype != torch.float64 else x
+    if _wants_plain_expression():
+        return _plain(x, effective_weight(weight, scale, op), bias, op)
+    if torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad):
+            # Without it the partitioner keeps the centred weight for the backward pass.
+            w = checkpoint(
+                effective_weight, weight, scale, op, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            w = effective_weight(weight, scale, op)
+        return _plain(x, w, bias, op)
+    return _WeightMean.apply(x, weight, bias, scale, op)
+
+
+def _wants_plain_expression() -> bool:
+    return (
+        _is_exporting()
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0  # dual numbers: the function below has no jvp
+    )
+
+
+def _is_exporting() -> bool:
+    exporting = getattr(torch.compiler, "is_exporting", None)
+    return bool(exporting is not None and exporting())
+
+
+def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, op: Op) -> Tensor:
+    return op(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+class _WeightMean(torch.autograd.Function):
+    """Saves x, W, s and the row means; centres again in backward. Differentiable twice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, op: Op) -> Tensor:
+        means = _means(weight, op)
+        needs_x, needs_weight, _, needs_scale, _ = ctx.needs_input_grad
+        ctx.op, ctx.x_shape = op, x.shape
+        ctx.save_for_backward(x if needs_weight or needs_scale else None, weight, scale, means)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return _plain(x, _scaled(_subtract(weight, means, op), scale), bias, op)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale, means = ctx.saved_tensors
+        op: Op = ctx.op
+        needs_x, needs_weight, needs_bias, needs_scale, _ = ctx.needs_input_grad
+        twice = torch.is_grad_enabled()  # create_graph: the means are part of the graph then
+        centred = weight
+        if needs_x or needs_scale:
+            centred = effective_weight(weight, None, op) if twice else _subtract(weight, means, op)
+        mask = (needs_x, needs_weight or needs_scale, needs_bias)
+        effective = _scaled(centred, scale).to(grad.dtype) if needs_x else weight.to(grad.dtype)
+        grad_x, grad_w, grad_bias = op.backward(grad, x, ctx.x_shape, effective, mask)
+        grad_scale = grad_weight = None
+        if grad_w is not None:
+            grad_w = grad_w.to(centred.dtype)
+            if needs_scale:
+                grad_scale = _inner(grad_w, centred).to(scale.dtype).reshape(scale.shape)
+            if needs_weight:
+                grad_weight = _centre_gradient(grad_w, scale, op, in_place=not twice).to(weight.dtype)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, grad_scale, None
+
+
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _rows(weight: Tensor) -> Tensor:
+    """(out, n) without a copy for the two dense layouts; the order within a row does not matter to a mean."""
+    if weight.dim() == 4 and not weight.is_contiguous() and weight.is_contiguous(memory_format=torch.channels_last):
+        weight = weight.permute(0, 2, 3, 1)
+    return weight.reshape(weight.shape[0], -1)
+
+
+def _means(weight: Tensor, op: Op) -> Tensor:
+    """The mean of each output channel, shaped to broadcast against (the grouped view of) the weight."""
+    wide = weight.float() if weight.dtype in _HALF else weight
+    if op.transposed:
+        grouped = wide.unflatten(0, (op.groups, -1))
+        return grouped.mean((1, *range(3, grouped.dim())), keepdim=True)
+    rows = _rows(wide)
+    n = rows.shape[1]
+    # A matrix-vector product reads the weights at full bandwidth; a row reduction does not.
+    means = torch.mv(rows, rows.new_full((n,), 1.0 / n))
+    return means.reshape(-1, *(1,) * (weight.dim() - 1))
+
+
+def _subtract(weight: Tensor, means: Tensor, op: Op) -> Tensor:
+    if op.transposed:
+        return (weight.unflatten(0, (op.groups, -1)) - means).flatten(0, 1)
+    return weight - means
+
+
+def _scaled(weight: Tensor, scale: Tensor | None) -> Tensor:
+    return weight if scale is None else weight * scale
+
+
+def _centre_gradient(grad: Tensor, scale: Tensor | None, op: Op, in_place: bool) -> Tensor:
+    """The adjoint of ``scale * centre``: centring is symmetric and idempotent."""
+    if not in_place:
+        return _scaled(centre(grad, groups=op.groups, transposed=op.transposed), scale)
+    means = _means(grad, op)
+    if op.transposed:
+        grad.unflatten(0, (op.groups, -1)).sub_(means)
+    else:
+        grad.sub_(means)
+    return grad if scale is None else grad.mul_(scale)
+
+
+def _inner(a: Tensor, b: Tensor) -> Tensor:
+    return torch.dot(a.reshape(-1), b.reshape(-1))
+
+
+def fan_in(weight: Tensor, groups: int, transposed: bool, stride: tuple[int, ...]) -> int:
+    """How many inputs one output sums: of a strided transposed convolution, the most that reach a pixel.
+
+    Example:
+        >>> fan_in(torch.empty(64, 32, 3, 3), groups=1, transposed=False, stride=(1, 1))
+        288
+    """
+    kernel = weight.shape[2:]
+    if not transposed:
+        return weight.shape[1] * math.prod(kernel)
+    taps = math.prod(math.ceil(k / s) for k, s in zip(kernel, stride, strict=True))
+    return weight.shape[0] // groups * taps

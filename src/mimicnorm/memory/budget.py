@@ -1,0 +1,99 @@
+"""The largest batch that a budget of memory allows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from mimicnorm.errors import ExampleError, MemoryPredictionError
+from mimicnorm.memory.analysis import Analysis
+from mimicnorm.memory.step import Loss, MakeOptimizer, measure_batch
+from mimicnorm.memory.units import format_bytes, parse_bytes
+
+
+def largest_batch(
+    model: nn.Module,
+    example: Any,
+    budget: str | int,
+    *,
+    loss: Loss | None = None,
+    optimizer: str | MakeOptimizer | None = "sgd-momentum",
+    autocast: torch.dtype | None = None,
+) -> int:
+    """Find the largest batch whose predicted peak stays within a budget.
+
+    Peak memory is linear in the batch as long as the peak stays at the same operation, so two predictions give
+    a first answer; it stands when the prediction at the answer fits and the one at the next larger batch does
+    not. The budget is for tensors: leave room for what ``measure`` does not count.
+
+    Args:
+        model: Any module.
+        example: As for ``measure``; every input tensor with the batch size of the first one is resized.
+        budget: Bytes, or text such as ``"16 GiB"``.
+        loss: As for ``measure``; it must take outputs of any batch size.
+        optimizer: As for ``measure``.
+        autocast: As for ``measure``.
+
+    Raises:
+        MemoryPredictionError: Not even the smallest batch the network accepts fits.
+
+    Example:
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(7200, 10))
+        >>> largest_batch(net, (1, 3, 32, 32), "64 MiB") > 500
+        True
+    """
+    budget_bytes = parse_bytes(budget)
+    peaks: dict[int, int] = {}
+
+    def fits(batch: int) -> bool:
+        analysis = measure_batch(model, example, batch, loss=loss, optimizer=optimizer, autocast=autocast)
+        _refuse_below_fixed_cost(analysis, budget_bytes)
+        peaks[batch] = analysis.peak_bytes
+        return analysis.peak_bytes <= budget_bytes
+
+    # Two samples first: many networks cannot train on one (a BatchNorm over a single value).
+    fitting = 2 if fits(2) else _one(fits, peaks[2], budget_bytes)
+    if fitting == 1:
+        return 1
+    too_large, probe = None, 32
+    while too_large is None or too_large - fitting > 1:
+        if fits(probe):
+            fitting = probe
+        else:
+            too_large = probe
+        probe = _next_probe(peaks, fitting, too_large, budget_bytes)
+    return fitting
+
+
+def _next_probe(peaks: dict[int, int], fitting: int, too_large: int | None, budget_bytes: int) -> int:
+    """Follow the line through the two nearest predictions to where it meets the budget."""
+    low, high = sorted(peaks)[-2:] if too_large is None else (fitting, too_large)
+    bytes_per_sample = max((peaks[high] - peaks[low]) / (high - low), 1)
+    probe = low + int((budget_bytes - peaks[low]) / bytes_per_sample)
+    if too_large is None:
+        return max(probe, fitting + 1)
+    return min(max(probe, fitting + 1), too_large - 1)
+
+
+def _one(fits, peak_of_two: int, budget_bytes: int) -> int:
+    try:
+        if fits(1):
+            return 1
+    except ExampleError:
+        pass
+    raise MemoryPredictionError(
+        f"a batch of two needs {format_bytes(peak_of_two)} at its peak, the budget is {format_bytes(budget_bytes)}, "
+        "and the network cannot train on one sample within it: raise the budget, shrink the input or the network"
+    )
+
+
+def _refuse_below_fixed_cost(analysis: Analysis, budget_bytes: int) -> None:
+    own = analysis.parameters + analysis.buffers
+    if own + analysis.gradients + analysis.optimizer_state > budget_bytes:
+        raise MemoryPredictionError(
+            f"the budget of {format_bytes(budget_bytes)} is below what the network needs without any input: "
+            f"parameters and buffers {format_bytes(own)}, gradients {format_bytes(analysis.gradients)}, optimizer "
+            f"state {format_bytes(analysis.optimizer_state)}. Raise the budget, or take an optimizer with less state"
+        )

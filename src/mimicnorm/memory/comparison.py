@@ -1,0 +1,127 @@
+"""The memory of one network under several methods, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from mimicnorm.convert import convert
+from mimicnorm.memory.analysis import Analysis, as_text
+from mimicnorm.memory.budget import largest_batch
+from mimicnorm.memory.replica import first_samples
+from mimicnorm.memory.step import Loss, MakeOptimizer, measure
+from mimicnorm.memory.units import format_bytes, parse_bytes
+from mimicnorm.methods import BatchNorm, Method, MimicNorm, NoNorm, as_method
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One analysis per method, in the order asked for; ratios are to the first."""
+
+    analyses: dict[str, Analysis]
+    largest_batches: dict[str, int]
+    """Empty if no budget was given."""
+    budget_bytes: int | None = None
+
+    def saved_ratio(self, name: str) -> float:
+        """Saved bytes of a method over those of the first one."""
+        return self.analyses[name].saved_bytes / self._first.saved_bytes
+
+    def peak_ratio(self, name: str) -> float:
+        """Peak bytes of a method over those of the first one."""
+        return self.analyses[name].peak_bytes / self._first.peak_bytes
+
+    def table(self) -> Table:
+        """Lay the methods out as rows of a rich table."""
+        from rich.table import Table
+
+        table = Table(title=f"Memory of one training step, batch {self._first.batch}")
+        table.add_column("method")
+        for heading in ("saved per sample", "ratio", "peak", "ratio"):
+            table.add_column(heading, justify="right")
+        if self.budget_bytes is not None:
+            table.add_column(f"largest batch in {format_bytes(self.budget_bytes)}", justify="right")
+        for name, analysis in self.analyses.items():
+            cells = [
+                format_bytes(round(analysis.saved_bytes_per_sample)),
+                f"{self.saved_ratio(name):.3f}",
+                format_bytes(analysis.peak_bytes),
+                f"{self.peak_ratio(name):.3f}",
+            ]
+            if self.budget_bytes is not None:
+                cells.append(str(self.largest_batches[name]))
+            table.add_row(name, *cells)
+        return table
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return every row in JSON's types."""
+        return {
+            "budget_bytes": self.budget_bytes,
+            "methods": {
+                name: {
+                    **analysis.as_dict(),
+                    "saved_ratio": self.saved_ratio(name),
+                    "peak_ratio": self.peak_ratio(name),
+                    "largest_batch": self.largest_batches.get(name),
+                }
+                for name, analysis in self.analyses.items()
+            },
+        }
+
+    def __str__(self) -> str:
+        """Render the table as plain text."""
+        return as_text(self.table())
+
+    @property
+    def _first(self) -> Analysis:
+        return next(iter(self.analyses.values()))
+
+
+def compare(
+    model: nn.Module,
+    example: Any,
+    methods: Iterable[Method | str] = (BatchNorm(), MimicNorm(), NoNorm()),
+    *,
+    budget: str | int | None = None,
+    loss: Loss | None = None,
+    optimizer: str | MakeOptimizer | None = "sgd-momentum",
+    autocast: torch.dtype | None = None,
+) -> Comparison:
+    """Predict what a network with BatchNorm costs as it is and converted by each method.
+
+    Args:
+        model: A network with BatchNorm; compiled, it is converted and then taken as compiled again.
+        example: As for ``measure``.
+        methods: Methods or their names; the first is what the others are compared with.
+        budget: With it, also find each method's largest batch.
+        loss: As for ``measure``.
+        optimizer: As for ``measure``.
+        autocast: As for ``measure``.
+
+    Example:
+        >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(7200, 9))
+        >>> compare(net, (64, 3, 32, 32), ["batchnorm", "nonorm"]).saved_ratio("nonorm") < 0.7
+        True
+    """
+    budget_bytes = None if budget is None else parse_bytes(budget)
+    compiled = isinstance(model, OptimizedModule)
+    plain = model._orig_mod if isinstance(model, OptimizedModule) else model
+    small = first_samples(example, 2)  # the surgery reads shapes, it needs no large batch
+    analyses, batches = {}, {}
+    for method in map(as_method, methods):
+        network = convert(plain, method, example=small, init=None)
+        network = torch.compile(network) if compiled else network
+        analyses[method.name] = measure(network, example, loss=loss, optimizer=optimizer, autocast=autocast)
+        if budget_bytes is not None:
+            batches[method.name] = largest_batch(
+                network, example, budget_bytes, loss=loss, optimizer=optimizer, autocast=autocast
+            )
+    return Comparison(analyses, batches, budget_bytes)

@@ -1,0 +1,160 @@
+"""Every storage that lives during a training step, from its first tensor to its last."""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+CATEGORIES = ("parameters", "optimizer_state", "gradients", "activations", "temporary")
+
+
+@dataclass
+class _Storage:
+    size_bytes: int
+    category: str
+    saved_by: str | None
+    # A weak reference: the count must not keep alive what it counts.
+    death: weakref.ref
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The bytes alive at one point of the step, by what they are for."""
+
+    phase: str
+    """``"forward"``, ``"backward"`` or ``"optimizer"``."""
+    parameters: int
+    """Parameters and buffers."""
+    optimizer_state: int
+    gradients: int
+    """What stands in ``.grad`` of a parameter."""
+    activations: int
+    """What autograd keeps for the backward pass."""
+    temporary: int
+    """All else: results on their way to the next layer, gradients of activations, an input nobody saved."""
+
+    @property
+    def total(self) -> int:
+        """Bytes alive in all."""
+        return sum(getattr(self, category) for category in CATEGORIES)
+
+
+@dataclass(eq=False)
+class StorageTracker(TorchDispatchMode):
+    """Follow storages below autograd, where forward, backward and optimizer all pass through the dispatcher.
+
+    The same code sees fake and real tensors: a fake tensor has a storage without memory but with a size and a
+    life of its own. Tensors on another kind of device than the model's (an optimizer's step counters, offloaded
+    activations) are not counted.
+    """
+
+    device_type: str
+    phase: str = "setup"
+    timeline: list[Moment] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Start with nothing alive."""
+        super().__init__()
+        self._alive: dict[int, _Storage] = {}
+        self._bytes = dict.fromkeys(CATEGORIES, 0)
+
+    def add(self, tensor: torch.Tensor, category: str = "temporary", saved_by: str | None = None) -> None:
+        """Count the storage of a tensor under a category; a storage that is known changes its category.
+
+        A parameter that autograd saves stays a parameter, and what is saved already stays with its first saver.
+        """
+        if tensor.device.type != self.device_type or not tensor.layout == torch.strided:
+            return
+        storage = tensor.untyped_storage()
+        known = self._alive.get(storage._cdata)
+        if known is None:
+            key = storage._cdata
+            known = _Storage(storage.nbytes(), category, saved_by, weakref.ref(storage, lambda _: self._drop(key)))
+            self._alive[key] = known
+        else:
+            self._bytes[known.category] -= known.size_bytes
+            known.size_bytes = storage.nbytes()
+            known.category = category
+            known.saved_by = known.saved_by or saved_by
+        self._bytes[known.category] += known.size_bytes
+
+    def save(self, tensor: torch.Tensor, saver: str) -> None:
+        """Count a tensor that autograd packs in the forward pass."""
+        known = self._alive.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
+        if known is None or known.category == "temporary":
+            self.add(tensor, "activations", saver)
+
+    def saved_bytes_by_module(self) -> dict[str, int]:
+        """Sum the saved storages that are alive now over the module that saved them first."""
+        sums: dict[str, int] = {}
+        for storage in self._alive.values():
+            if storage.category == "activations":
+                name = storage.saved_by or ""
+                sums[name] = sums.get(name, 0) + storage.size_bytes
+        return sums
+
+    def category_bytes(self, category: str) -> int:
+        """Return what is alive of one category."""
+        return self._bytes[category]
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Record the moments of one phase of the step."""
+        self.phase = phase
+        yield
+        self._record()
+        self.phase = "setup"
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code stay compiled under this mode; torch would run it eagerly otherwise."""
+        return True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+        """Run one operation and count the storages it made."""
+        self._record()  # what died since the last operation is gone, what it left is alive
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                self._see(tensor)
+        if not _sums_gradients_in_engine(func):
+            self._record()
+        return result
+
+    def _see(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
+        known = self._alive.get(storage._cdata) if storage is not None else None
+        if storage is None or known is None:
+            self.add(tensor)
+        elif known.size_bytes != storage.nbytes():  # resize_
+            self.add(tensor, known.category)
+
+    def _drop(self, key: int) -> None:
+        storage = self._alive.pop(key)
+        self._bytes[storage.category] -= storage.size_bytes
+
+    def _record(self) -> None:
+        if self.phase != "setup":
+            self.timeline.append(Moment(self.phase, **self._bytes))
+
+
+def _sums_gradients_in_engine(func) -> bool:
+    """Tell whether autograd's engine itself adds two gradients of one tensor.
+
+    Without a dispatch mode it adds in place whenever nobody else holds one of the two; under one it never does.
+    The sum is therefore recorded only when its operands are gone, as they would be.
+    """
+    if func is not torch.ops.aten.add.Tensor or torch.is_grad_enabled():
+        return False
+    frame = sys._getframe(2)
+    # A dispatch mode is called through wrappers of torch.compile; on a GPU the engine has a thread of its own.
+    while frame is not None and frame.f_code.co_filename.endswith(("_dynamo/eval_frame.py", "torch/_compile.py")):
+        frame = frame.f_back
+    return frame is None or frame.f_code.co_name == "_engine_run_backward"

@@ -1,0 +1,46 @@
+"""Bytes, to and from what people write."""
+
+from __future__ import annotations
+
+import re
+
+from mimicnorm.errors import MemoryPredictionError
+
+_FACTORS = {"": 1, "B": 1} | {
+    f"{prefix}{suffix}": base ** (power + 1)
+    for suffix, base in (("iB", 1024), ("B", 1000))
+    for power, prefix in enumerate("KMGT")
+}
+_BY_LOWER_CASE = {unit.lower(): factor for unit, factor in _FACTORS.items()}
+
+
+def parse_bytes(amount: str | int | float) -> int:
+    """Read an amount of memory: a number of bytes, or a number with a unit.
+
+    Binary units (KiB, MiB, GiB, TiB) and decimal ones (KB, MB, GB, TB) are told apart; case does not matter.
+
+    Example:
+        >>> parse_bytes("16 GiB"), parse_bytes("1.5kb"), parse_bytes(512)
+        (17179869184, 1500, 512)
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(amount))
+    factor = _BY_LOWER_CASE.get(match[2].lower()) if match else None
+    if match is None or factor is None or float(match[1]) == 0:
+        raise MemoryPredictionError(
+            f"{amount!r} is not an amount of memory: write a positive number of bytes, or a number with one of "
+            f"{', '.join(unit for unit in _FACTORS if unit)}, as in '16 GiB'"
+        )
+    return round(float(match[1]) * factor)
+
+
+def format_bytes(count: int) -> str:
+    """Write a number of bytes with the binary unit that leaves one to four digits before the point.
+
+    Example:
+        >>> format_bytes(40_862_000), format_bytes(17)
+        ('38.97 MiB', '17 B')
+    """
+    for unit in ("TiB", "GiB", "MiB", "KiB"):
+        if abs(count) >= _FACTORS[unit]:
+            return f"{count / _FACTORS[unit]:.2f} {unit}"
+    return f"{count} B"

@@ -1,0 +1,192 @@
+"""A plan as data: one step per BatchNorm, per weight layer, per head; refusals; how it prints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from mimicnorm.errors import RefusedError
+from mimicnorm.methods import Method, settings
+
+
+@dataclass(frozen=True)
+class NormStep:
+    """What happens to one BatchNorm.
+
+    Attributes:
+        name: Qualified name.
+        kind: Its class.
+        role: "post" (a layer owns it), "pre" (it stands before the layers), "unused" or "left".
+        action: "remove", "shift", "scale" or "leave".
+        owner: The layers it normalised, by name.
+        keeps: Children that stay (dropout, activation).
+        scale: Start of the scalar put in its place, for "scale".
+        v: Predicted variance of its input.
+        why: One clause.
+    """
+
+    name: str
+    kind: str
+    role: str
+    action: str
+    owner: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
+    scale: float | None = None
+    v: float | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class LayerStep:
+    """What happens to one weight layer that a BatchNorm touched.
+
+    Attributes:
+        name: Qualified name.
+        kind: Its class.
+        role: "owner" (of a BatchNorm behind or before it), "branch end" or "gate".
+        action: "centre" or "keep".
+        fan_in: Inputs per output.
+        fed_by: The activation its input went through.
+        gain: Its weights start with standard deviation gain / sqrt(fan_in).
+        scale: Start of the residual scalar folded into it, or None.
+        v: Predicted variance of its input before the activation.
+        beta_from: The BatchNorm whose beta becomes its bias, or None.
+        why: One clause.
+    """
+
+    name: str
+    kind: str
+    role: str
+    action: str
+    fan_in: int
+    fed_by: str
+    gain: float
+    scale: float | None = None
+    v: float = 1.0
+    beta_from: str | None = None
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class HeadStep:
+    """A module whose output gets a LastNorm."""
+
+    name: str
+    kind: str
+    classes: int
+    dim: int
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Why a network cannot be converted: where, what is wrong, what to do."""
+
+    name: str
+    reason: str
+    remedy: str
+
+    def __str__(self) -> str:
+        where = f"{self.name!r}: " if self.name else ""
+        return f"{where}{self.reason}. {self.remedy}."
+
+
+@dataclass
+class Plan:
+    """Everything ``convert_`` would do; prints as a table.
+
+    Attributes:
+        init: How the starting weights are set: "theory", "calibrate" or None.
+        init_why: Why that one.
+        notes: What a reader should know and nothing refuses.
+    """
+
+    method: Method
+    norms: list[NormStep] = field(default_factory=list)
+    layers: list[LayerStep] = field(default_factory=list)
+    heads: list[HeadStep] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+    init: str | None = None
+    init_why: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether it can be carried out."""
+        return not self.refusals
+
+    def require(self) -> None:
+        """Raise with every refusal at once, if there is any."""
+        if self.refusals:
+            lines = "\n".join(f"  - {r}" for r in self.refusals)
+            count = len(self.refusals)
+            raise RefusedError(
+                f"this network cannot be converted as asked, for {count} reason{'s' * (count > 1)}:\n{lines}",
+                tuple(self.refusals),
+            )
+
+    def totals(self) -> dict[str, int]:
+        """How many BatchNorms, layers and heads get which treatment."""
+        norms = Counter(n.action for n in self.norms)
+        layers = Counter(step.action for step in self.layers)
+        return {
+            "batch_norms": len(self.norms),
+            "removed": norms["remove"],
+            "shifts": norms["shift"],
+            "scales": norms["scale"],
+            "left": norms["leave"],
+            "centred": layers["centre"],
+            "not_centred": layers["keep"],
+            "residual_scalars": norms["scale"] + sum(step.scale is not None for step in self.layers),
+            "last_norms": len(self.heads),
+            "refused": len(self.refusals),
+        }
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {
+            "method": settings(self.method),
+            "init": self.init,
+            "init_why": self.init_why,
+            "totals": self.totals(),
+            "norms": [dataclasses.asdict(n) for n in self.norms],
+            "layers": [dataclasses.asdict(step) for step in self.layers],
+            "heads": [dataclasses.asdict(h) for h in self.heads],
+            "refusals": [dataclasses.asdict(r) for r in self.refusals],
+            "notes": list(self.notes),
+        }
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """One line per BatchNorm, per layer, per head: name, role, action, fan-in, gain, v, why."""
+        lines: list[tuple[str, ...]] = []
+        for n in self.norms:
+            v = "" if n.v is None else f"{n.v:.4g}"
+            lines.append((n.name or "(root)", f"{n.kind}, {n.role}", n.action, "", "", v, n.why))
+        for step in self.layers:
+            action = step.action + (f" x{step.scale:.3f}" if step.scale is not None else "")
+            why = f"fed by {step.fed_by}" + (f"; {step.why}" if step.why else "")
+            row = (step.name, f"{step.kind}, {step.role}", action, str(step.fan_in), f"{step.gain:.4f}")
+            lines.append((*row, f"{step.v:.4g}", why))
+        for h in self.heads:
+            lines.append((h.name or "(root)", f"{h.kind}, head", "last norm", "", "", "", f"{h.classes} classes"))
+        return lines
+
+    def __str__(self) -> str:
+        header = ("module", "kind and role", "action", "fan-in", "gain", "v", "why")
+        rows = [header, *self.rows()]
+        widths = [max(len(r[i]) for r in rows) for i in range(len(header))]
+        lines = ["  ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)).rstrip() for r in rows]
+        lines.insert(1, "  ".join("-" * w for w in widths))
+        t = self.totals()
+        lines.append("")
+        lines.append(
+            f"{self.method.name}: {t['batch_norms']} BatchNorms ({t['removed']} removed, {t['shifts']} to a shift, "
+            f"{t['scales']} to a scalar, {t['left']} left); {t['centred']} layers centred, {t['not_centred']} not; "
+            f"{t['residual_scalars']} residual scalars; {t['last_norms']} last norms"
+        )
+        if self.init_why:
+            lines.append(f"starting weights: {self.init} ({self.init_why})")
+        lines += [f"note: {n}" for n in self.notes]
+        lines += [f"REFUSED {r}" for r in self.refusals]
+        return "\n".join(lines)

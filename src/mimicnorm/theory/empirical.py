@@ -1,0 +1,158 @@
+"""The neural tangent kernel of a real network: Theta(x, x') = J(x) J(x')^T, J the Jacobian by its parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, jacrev, vjp, vmap
+
+from .errors import TheoryError
+
+Jacobian = Callable[[slice, dict[str, Tensor]], Tensor]  # (samples, parameters) -> (samples, outputs, parameters)
+
+
+def empirical_ntk(
+    model: nn.Module,
+    x: Tensor,
+    x2: Tensor | None = None,
+    mode: str = "per_sample",
+    *,
+    outputs: str = "mean",
+    memory_bytes: int = 2**29,
+) -> Tensor:
+    """Compute the NTK of any model at its present parameters.
+
+    The Jacobian is never held whole: parameters are taken in groups and samples in blocks, so that two blocks of
+    it fit `memory_bytes`; the kernel is the sum of their products.
+
+    Args:
+        model: any module that maps a batch to one tensor; its mode, buffers and gradients stay as they are.
+        x: inputs, (m, ...).
+        x2: second inputs: the kernel between x and x2.
+        mode: ``"per_sample"``: each sample runs on its own. ``"batch"``: x (and x2) run as whole batches, which is
+            the network's function under BatchNorm in train mode, with the terms through the batch statistics.
+        outputs: ``"mean"``: (m, m2), averaged over outputs as trace / outputs; ``"full"``: (m, outputs, m2, outputs).
+        memory_bytes: for the blocks of the Jacobian.
+
+    Example:
+        >>> model = nn.Linear(3, 1, bias=False).double()
+        >>> float(empirical_ntk(model, torch.ones(1, 3, dtype=torch.float64)))
+        3.0
+    """
+    if mode not in ("per_sample", "batch"):
+        raise TheoryError(f"unknown mode {mode!r}: use 'per_sample' or 'batch'.")
+    if outputs not in ("mean", "full"):
+        raise TheoryError(f"unknown outputs {outputs!r}: use 'mean' (m, m2) or 'full' (m, outputs, m2, outputs).")
+    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        raise TheoryError("the model has no trainable parameter, so its tangent kernel is zero.")
+    if mode == "per_sample":
+        _require_independent(model)
+    same = x2 is None
+    sides = [x] if x2 is None else [x, x2]
+    jacobians = [(_per_sample if mode == "per_sample" else _batch)(model, parameters, side) for side in sides]
+    left, right = jacobians[0], jacobians[-1]
+    m, m2, width = len(x), len(sides[-1]), _output_count(model, x)
+    kernel = torch.zeros(m, width, m2, width, dtype=torch.float64, device=x.device)
+    if outputs == "mean":
+        kernel = torch.zeros(m, m2, dtype=torch.float64, device=x.device)
+
+    for group in _groups(parameters, memory_bytes // 2, max(m, m2) * width):
+        size = sum(p.numel() * p.element_size() for p in group.values())
+        block = max(1, memory_bytes // (2 * width * size))
+        for i in range(0, m, block):
+            rows = slice(i, i + block)
+            j_left = left(rows, group)
+            for k in range(i if same else 0, m2, block):
+                columns = slice(k, k + block)
+                j_right = j_left if same and k == i else right(columns, group)
+                if outputs == "mean":
+                    part = j_left.flatten(1) @ j_right.flatten(1).T / width
+                    kernel[rows, columns] += part
+                    if same and k != i:
+                        kernel[columns, rows] += part.T
+                else:
+                    part = torch.einsum("icp,jdp->icjd", j_left, j_right)
+                    kernel[rows, :, columns] += part
+                    if same and k != i:
+                        kernel[columns, :, rows] += part.permute(2, 3, 0, 1)
+    return kernel
+
+
+def _groups(parameters: dict[str, Tensor], budget: int, rows: int) -> list[dict[str, Tensor]]:
+    """Pack parameters so that `rows` rows of each group's Jacobian fit the budget, where one alone can."""
+    groups: list[dict[str, Tensor]] = [{}]
+    used = 0
+    for name, p in parameters.items():
+        size = p.numel() * p.element_size() * rows
+        if groups[-1] and used + size > budget:
+            groups.append({})
+            used = 0
+        groups[-1][name] = p
+        used += size
+    return groups
+
+
+def _flat(jacobian: dict[str, Tensor], lead: int) -> Tensor:
+    return torch.cat([j.detach().flatten(lead) for j in jacobian.values()], lead)
+
+
+def _per_sample(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobian:
+    buffers = dict(model.named_buffers())
+
+    def jacobian(samples: slice, group: dict[str, Tensor]) -> Tensor:
+        def one(chosen: dict[str, Tensor], sample: Tensor) -> Tensor:
+            out = functional_call(model, ({**parameters, **chosen}, buffers), (sample.unsqueeze(0),))
+            return _one_tensor(out).reshape(-1)
+
+        return _flat(vmap(jacrev(one), (None, 0))(group, x[samples]), 2)
+
+    return jacobian
+
+
+def _batch(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobian:
+    def jacobian(samples: slice, group: dict[str, Tensor]) -> Tensor:
+        # cloned: a train-mode BatchNorm updates its running statistics in place at every run
+        buffers = {name: b.clone() for name, b in model.named_buffers()}
+
+        def whole(chosen: dict[str, Tensor]) -> Tensor:
+            return _one_tensor(functional_call(model, ({**parameters, **chosen}, buffers), (x,))).flatten(1)
+
+        out, pull = vjp(whole, group)
+        count, width = out.shape
+        unit = torch.eye(count * width, dtype=out.dtype, device=out.device).reshape(count, width, count, width)
+        directions = unit[samples].reshape(-1, count, width)
+        (rows,) = vmap(pull)(directions)
+        flat = _flat(rows, 1)
+        return flat.reshape(-1, width, flat.shape[1])
+
+    return jacobian
+
+
+def _output_count(model: nn.Module, x: Tensor) -> int:
+    parameters, buffers = dict(model.named_parameters()), {n: b.clone() for n, b in model.named_buffers()}
+    with torch.no_grad():
+        out = _one_tensor(functional_call(model, (parameters, buffers), (x[:2] if len(x) > 1 else x,)))
+    if not bool(torch.isfinite(out).all()):
+        raise TheoryError("the model's output is not finite on these inputs.")
+    return out.flatten(1).shape[1]
+
+
+def _one_tensor(out: Any) -> Tensor:
+    if not isinstance(out, Tensor):
+        raise TheoryError(f"the model returns {type(out).__name__}; wrap it so that it returns one tensor.")
+    return out
+
+
+def _require_independent(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
+            raise TheoryError(
+                f"{name or 'the model'} is a BatchNorm in train mode: its samples depend on each other. "
+                "Use mode='batch', or model.eval() for the running statistics."
+            )
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+            raise TheoryError(f"{name} is a dropout in train mode: call model.eval() for a kernel without noise.")

@@ -1,0 +1,298 @@
+"""NNGP and neural tangent kernels of infinitely wide networks, for any inputs.
+
+Convention (NTK parametrisation): h^1 = sqrt(first_w2 / n_0) W x + sqrt(first_b2) b, then each further layer is a
+`Transition`, with W and b standard normal and all of them trained. depth counts weight layers, so depth = L has
+L - 1 activations. With K^0 = x x'^T / n_0:
+
+    K^1 = first_w2 K^0 + first_b2,   Theta^1 = K^1,
+    K^{l+1} = T(K^l),                Theta^{l+1} = K^{l+1} + T'(K^l) Theta^l,
+
+T and T' being the transition and its derivative by the covariance (the paper's eq. 6 with its product over
+r = l .. L-1, not l+1 .. L). Weights of variance sigma_w2 / n trained directly (PyTorch's parametrisation) have the
+same NNGP kernel and another NTK.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .activations import Activation
+from .dual import hermite, mean_at, pair_moments, power_at, require_continuous, sum_series
+from .errors import TheoryError
+from .transition import Transition, check_depth
+
+Scales = str | float | Sequence[float]
+
+
+@dataclass(frozen=True)
+class Gram:
+    """Input covariances K^0, for callers who have no vectors.
+
+    Attributes:
+        cross: x x2^T / n_0, shape (m, m2).
+        rows: |x|^2 / n_0 per row; None: `cross` is square and symmetric, its diagonal is meant.
+        columns: |x2|^2 / n_0 per column; None as for rows.
+    """
+
+    cross: Tensor
+    rows: Tensor | None = None
+    columns: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The two kernels after a layer, and the variances (NNGP diagonal) of the points of each side."""
+
+    nngp: Tensor
+    ntk: Tensor
+    rows: Tensor
+    columns: Tensor
+
+
+@dataclass(frozen=True)
+class _State:
+    """The kernels between two sides; when `same`, only the upper triangle is kept up to date."""
+
+    k: Tensor
+    theta: Tensor
+    q1: Tensor
+    q2: Tensor
+    same: bool
+    identical: Tensor  # pairs that are one and the same input
+
+    def blocks(self) -> Iterator[tuple[slice, slice]]:
+        """Yield row and column ranges small enough to stay in the processor's cache."""
+        height = max(1, 2**15 // len(self.q2))
+        for row in range(0, len(self.q1), height):
+            yield slice(row, row + height), slice(row if self.same else 0, None)
+
+
+def kernels(
+    x: Tensor | Gram,
+    depth: int,
+    transition: Transition,
+    x2: Tensor | None = None,
+    *,
+    first_w2: float = 1.0,
+    first_b2: float = 0.0,
+) -> Kernels:
+    """Return the NNGP kernel and the NTK of a plain network of `depth` weight layers (module docstring).
+
+    Args:
+        x: inputs (m, ...), flattened per sample, of any norms; or a `Gram`.
+        depth: number of weight layers, at least 1.
+        transition: the layers after the first.
+        x2: a second set of inputs: kernels between x and x2. Under ``batch_norm`` the statistics are x's.
+        first_w2: variance factor of the first layer's weights (1 keeps the variance of inputs with |x|^2 = n_0).
+        first_b2: variance of the first layer's biases.
+
+    Example:
+        >>> x = torch.eye(4, dtype=torch.float64) * 2  # |x|^2 = n_0
+        >>> kernels(x, 3, Transition("weight_mean")).ntk.diagonal().round(decimals=4)[0]
+        tensor(4.6189, dtype=torch.float64)
+    """
+    check_depth(depth)
+    state = _start(x, x2, first_w2, first_b2)
+    for _ in range(depth - 1):
+        state = _layer(state, transition)
+    return _finish(state)
+
+
+def layerwise(
+    x: Tensor | Gram,
+    depth: int,
+    transition: Transition,
+    x2: Tensor | None = None,
+    *,
+    first_w2: float = 1.0,
+    first_b2: float = 0.0,
+) -> Iterator[Kernels]:
+    """Yield the kernels after layer 1, 2, ..., depth; arguments as for `kernels`."""
+    check_depth(depth)
+    state = _start(x, x2, first_w2, first_b2)
+    yield _finish(state)
+    for _ in range(depth - 1):
+        state = _layer(state, transition)
+        yield _finish(state)
+
+
+def residual_kernels(
+    x: Tensor | Gram,
+    blocks: int,
+    transition: Transition,
+    x2: Tensor | None = None,
+    *,
+    layers_per_block: int = 2,
+    scale: Scales = "sqrt",
+    readout: bool = False,
+    first_w2: float = 1.0,
+    first_b2: float = 0.0,
+) -> Kernels:
+    """Return the kernels of a residual network h_{l+1} = h_l + s_l f_l(h_l) (paper, "Implementation").
+
+    h_1 is the first layer, f_l is `layers_per_block` times (activation, transition layer), the scalars are held
+    fixed: K <- K + s^2 K_f, Theta <- Theta + s^2 Theta_f.
+
+    Args:
+        x: as for `kernels`.
+        blocks: number of residual blocks.
+        transition: every layer inside the branches.
+        x2: as for `kernels`.
+        layers_per_block: k, weight layers in a branch.
+        scale: s_l: ``"sqrt"``: 1/sqrt(l), the paper's; ``"linear"``: 1/l; a number; or one number per block.
+        readout: end with one more (activation, transition layer).
+        first_w2: as for `kernels`.
+        first_b2: as for `kernels`.
+
+    Example:
+        >>> x = torch.eye(3, dtype=torch.float64) * 3**0.5
+        >>> residual_kernels(x, 8, Transition("weight_mean")).rows.round(decimals=10)  # variance l after block l - 1
+        tensor([9., 9., 9.], dtype=torch.float64)
+    """
+    check_depth(blocks)
+    check_depth(layers_per_block)
+    scales = block_scales(scale, blocks)
+    state = _start(x, x2, first_w2, first_b2)
+    for s in scales:
+        branch = state
+        for _ in range(layers_per_block):
+            branch = _layer(branch, transition)
+        state = replace(
+            state,
+            k=state.k + s**2 * branch.k,
+            theta=state.theta + s**2 * branch.theta,
+            q1=state.q1 + s**2 * branch.q1,
+            q2=state.q2 + s**2 * branch.q2,
+        )
+    return _finish(_layer(state, transition) if readout else state)
+
+
+def block_scales(scale: Scales, blocks: int) -> list[float]:
+    """Return the branch scalars s_1 .. s_blocks of a rule, a number or a list."""
+    if isinstance(scale, str):
+        rules = {"sqrt": -0.5, "linear": -1.0, "none": 0.0}
+        if scale not in rules:
+            raise TheoryError(f"unknown scale {scale!r}: use 'sqrt', 'linear', 'none', a number or a list.")
+        return [(block + 1) ** rules[scale] for block in range(blocks)]
+    if isinstance(scale, (int, float)):
+        return [float(scale)] * blocks
+    if len(scale) != blocks:
+        raise TheoryError(f"{len(scale)} scales were given for {blocks} blocks; pass one per block.")
+    return [float(s) for s in scale]
+
+
+def _inputs(x: Tensor, name: str) -> Tensor:
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise TheoryError(f"{name} must be a tensor of samples (m, ...), not {shape}; a Gram matrix goes in Gram(...).")
+    return x.detach().flatten(1).to(torch.float64)
+
+
+def _start(x: Tensor | Gram, x2: Tensor | None, first_w2: float, first_b2: float) -> _State:
+    if isinstance(x, Gram):
+        if x2 is not None:
+            raise TheoryError("a Gram holds both sides already: leave x2 out and give Gram its rows and columns.")
+        cross, same = x.cross.detach().to(torch.float64), x.rows is None
+        if same and (cross.dim() != 2 or cross.shape[0] != cross.shape[1] or not torch.allclose(cross, cross.T)):
+            raise TheoryError(f"Gram of shape {tuple(cross.shape)} is not symmetric: give its rows and columns.")
+        q1 = cross.diagonal() if x.rows is None else x.rows.to(torch.float64)
+        q2 = q1 if x.columns is None else x.columns.to(torch.float64)
+        if cross.shape != (len(q1), len(q2)):
+            raise TheoryError(f"Gram of shape {tuple(cross.shape)} with {len(q1)} rows and {len(q2)} columns.")
+    else:
+        a = _inputs(x, "x")
+        b = a if x2 is None else _inputs(x2, "x2")
+        if a.shape[1] != b.shape[1]:
+            raise TheoryError(f"x has {a.shape[1]} features and x2 has {b.shape[1]}; they must match.")
+        n0, same = a.shape[1], x2 is None
+        cross, q1, q2 = a @ b.T / n0, (a**2).sum(1) / n0, (b**2).sum(1) / n0
+    for name, t in (("kernel", cross), ("variance", q1), ("variance", q2)):
+        if not bool(torch.isfinite(t).all()):
+            raise TheoryError(f"the input {name} has non-finite entries; look for NaN or infinity in the inputs.")
+    q1, q2, cross = (first_w2 * t + first_b2 for t in (q1, q2, cross))
+    for side, q in (("x", q1), ("x2", q2)):
+        if not bool((q > 0).all()):
+            where = int((q <= 0).nonzero()[0])
+            raise TheoryError(f"sample {where} of {side} is a zero vector: it has no correlation. Leave it out.")
+    excess = (cross.abs() / torch.sqrt(q1[:, None] * q2)).max()
+    if excess > 1 + 1e-10:
+        raise TheoryError(f"the Gram matrix implies a correlation of {float(excess):.6g}: it is not positive definite.")
+    # rho = 1 is unstable under weight mean: a rounding error at equal inputs would grow by chi1 per layer
+    identical = cross >= torch.sqrt(q1[:, None] * q2) * (1 - 1e-14)
+    identical &= (q1[:, None] - q2).abs() <= 1e-14 * q2
+    if same:
+        identical.diagonal().fill_(True)
+    return _State(cross, cross, q1, q2, same, identical)
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    # blocks that fit the cache are too short to share: on a busy machine the threads' waiting costs more than the sum
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+@_one_thread()
+def _layer(state: _State, t: Transition) -> _State:
+    require_continuous(t.activation)
+    phi, w2, bias = t.activation, t.effective_w2, t.sigma_b2
+    q = state.q1[0]
+    equal = bool(((state.q1 - q).abs() <= 1e-14 * q).all() & ((state.q2 - q).abs() <= 1e-14 * q).all())
+    power1, power2 = (_each(power_at, phi, side, equal)[0] for side in (state.q1, state.q2))
+    mean1, mean2 = (_each(mean_at, phi, side, equal) if t.centred else 0 * side for side in (state.q1, state.q2))
+    constant = 0.0
+    if t.kind == "batch_norm":
+        # E[(phi - c)(phi' - c)] with the channel mean c over x, whose pairs are taken as uncorrelated
+        constant = float(mean1.mean())
+        w2, bias = 1 / float(power1.mean() - constant**2), 0.0
+
+    def centred(second: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        if t.kind == "batch_norm":
+            return second - constant * (a + b) + constant**2
+        return second - a * b
+
+    series = None if equal else tuple(hermite(phi, side) for side in (state.q1, state.q2))
+    k, theta = torch.empty_like(state.k), torch.empty_like(state.theta)
+    for rows, columns in state.blocks():
+        left, right = state.q1[rows, None], state.q2[columns]
+        rho = (state.k[rows, columns] / torch.sqrt(left * right)).clamp_(-1.0, 1.0)
+        rho.masked_fill_(state.identical[rows, columns], 1.0)
+        if equal:
+            value, slope = pair_moments(phi, q, q, rho)
+        elif series is None or series[0] is None or series[1] is None:
+            value, slope = pair_moments(phi, left, right, rho)
+        else:
+            value, slope = sum_series(series[0][rows, None], series[1][columns], rho, torch.sqrt(left * right))
+        block = w2 * centred(value, mean1[rows, None], mean2[columns]) + bias
+        k[rows, columns] = block
+        theta[rows, columns] = block + w2 * slope * state.theta[rows, columns]
+    q1, q2 = w2 * centred(power1, mean1, mean1) + bias, w2 * centred(power2, mean2, mean2) + bias
+    if not bool(torch.isfinite(q1).all() & torch.isfinite(q2).all()):
+        raise TheoryError("the kernel became non-finite with depth: sigma_w2 is too large for this activation.")
+    return replace(state, k=k, theta=theta, q1=q1, q2=q2)
+
+
+def _each(moment: Callable[..., Any], phi: Activation, q: Tensor, equal: bool) -> Any:
+    """Return a moment per point, computed once when all variances are equal."""
+    if not equal:
+        return moment(phi, q)
+    found = moment(phi, q[0])
+    return tuple(t.expand_as(q) for t in found) if isinstance(found, tuple) else found.expand_as(q)
+
+
+def _finish(state: _State) -> Kernels:
+    def mirrored(t: Tensor) -> Tensor:
+        return torch.triu(t) + torch.triu(t, 1).T if state.same else t
+
+    return Kernels(mirrored(state.k), mirrored(state.theta), state.q1, state.q2)

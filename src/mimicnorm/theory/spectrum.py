@@ -1,0 +1,116 @@
+"""What a kernel says of training: its condition number, and the learning curves of the linearised network."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .errors import TheoryError
+
+
+def condition_number(kernel: Tensor, centered: bool = False) -> float:
+    """Return the largest over the smallest eigenvalue of a kernel matrix; infinity when singular to rounding.
+
+    Args:
+        kernel: symmetric, (m, m).
+        centered: only on vectors orthogonal to the constant one. A network that ends in BatchNorm has the constant
+            vector in its NTK's null space, so that only this number means something there.
+
+    Example:
+        >>> condition_number(torch.diag(torch.tensor([4.0, 2.0])))
+        2.0
+    """
+    k = _symmetric(kernel)
+    if centered:
+        # a QR of [1, e_1, ..] gives an orthonormal basis whose first vector is constant
+        basis = torch.eye(len(k), dtype=k.dtype, device=k.device)
+        basis[:, 0] = 1.0
+        q = torch.linalg.qr(basis).Q[:, 1:]
+        k = q.T @ k @ q
+        k = (k + k.T) / 2
+    if k.shape[0] == 0:
+        raise TheoryError("a centred condition number needs at least two points.")
+    eigenvalues = torch.linalg.eigvalsh(k)
+    low, high = float(eigenvalues[0]), float(eigenvalues[-1])
+    return high / low if low > len(k) * torch.finfo(k.dtype).eps * abs(high) else math.inf
+
+
+@dataclass(frozen=True)
+class LearningCurve:
+    """Gradient flow on the kernel at given times.
+
+    Attributes:
+        times: as given.
+        train: predictions on the training points, (times, m, outputs).
+        test: predictions on the test points, or None.
+        train_loss: mean squared error over points and outputs, per time.
+    """
+
+    times: Tensor
+    train: Tensor
+    test: Tensor | None
+    train_loss: Tensor
+
+
+def learning_curve(
+    ntk: Tensor,
+    targets: Tensor,
+    times: Tensor,
+    *,
+    ntk_test: Tensor | None = None,
+    start: Tensor | None = None,
+    start_test: Tensor | None = None,
+) -> LearningCurve:
+    """Solve dF/dt = -Theta (F - Y), the linearised network under gradient flow on |F - Y|^2 / 2 (paper eq. 5).
+
+    F(t) = Y + exp(-Theta t)(F_0 - Y), and on new data F*(t) = F*_0 + Theta* Theta^-1 (1 - exp(-Theta t))(Y - F_0).
+
+    Args:
+        ntk: Theta between training points, (m, m).
+        targets: Y, (m,) or (m, outputs).
+        times: in units of 1 / learning rate.
+        ntk_test: Theta* between test and training points, (m*, m).
+        start: F_0, zero when not given.
+        start_test: F*_0, zero when not given.
+
+    Example:
+        >>> curve = learning_curve(torch.eye(2), torch.ones(2), torch.tensor([0.0, math.log(2)]))
+        >>> [round(v, 6) for v in curve.train_loss.tolist()]
+        [1.0, 0.25]
+    """
+    k = _symmetric(ntk).to(torch.float64)
+    y = targets.to(torch.float64).reshape(len(targets), -1)
+    if len(y) != len(k):
+        raise TheoryError(f"{len(y)} targets were given for a kernel of {len(k)} points.")
+    if ntk_test is not None and (ntk_test.dim() != 2 or ntk_test.shape[1] != len(k)):
+        raise TheoryError(f"ntk_test must be (test points, {len(k)}), not {tuple(ntk_test.shape)}.")
+    t = torch.as_tensor(times, dtype=torch.float64).reshape(-1)
+    if not bool((t >= 0).all()):
+        raise TheoryError("times must be at least 0.")
+    values, vectors = torch.linalg.eigh(k)
+    error = (torch.zeros_like(y) if start is None else start.to(torch.float64).reshape(y.shape)) - y
+    modes = vectors.T @ error
+    decay = torch.exp(-values * t[:, None])
+    train = y + torch.einsum("im,tm,mo->tio", vectors, decay, modes)
+    test = None
+    if ntk_test is not None:
+        # (1 - exp(-v t)) / v tends to t for the null directions of a singular kernel
+        null = values.abs() < 1e-300
+        travelled = torch.where(null, t[:, None], -torch.expm1(-values * t[:, None]) / torch.where(null, 1.0, values))
+        test = -torch.einsum("im,tm,mo->tio", ntk_test.to(torch.float64) @ vectors, travelled, modes)
+        if start_test is not None:
+            test = test + start_test.to(torch.float64).reshape(len(ntk_test), -1)
+    return LearningCurve(t, train, test, ((train - y) ** 2).mean((1, 2)))
+
+
+def _symmetric(kernel: Tensor) -> Tensor:
+    if kernel.dim() != 2 or kernel.shape[0] != kernel.shape[1] or kernel.shape[0] == 0:
+        raise TheoryError(f"a kernel must be a square matrix, not of shape {tuple(kernel.shape)}.")
+    if not bool(torch.isfinite(kernel).all()):
+        raise TheoryError("the kernel has non-finite entries; look for NaN or infinity in the inputs.")
+    if not torch.allclose(kernel, kernel.T, rtol=1e-6, atol=1e-9 * float(kernel.abs().max())):
+        raise TheoryError("the kernel is not symmetric; a kernel between two sets of points has no eigenvalues.")
+    return (kernel + kernel.T) / 2

@@ -1,0 +1,287 @@
+"""The transition operator of one layer: what it does to the correlation of two inputs (paper eq. 2, Theorem 3)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .activations import Activation, resolve
+from .dual import check_correlation, leaky_slope, mean_at, pair_moments, power_at, require_continuous
+from .errors import TheoryError
+
+KINDS = ("straight", "weight_mean", "batch_norm")
+
+
+@dataclass(frozen=True)
+class FixedPoint:
+    """A correlation that a layer maps to itself; `slope` is the derivative there, below 1 it attracts."""
+
+    rho: float
+    slope: float
+    stability: str  # "stable", "unstable" or "marginal"
+
+
+@dataclass(frozen=True)
+class DepthScales:
+    """Numbers of layers after which a quantity has changed by a factor e (infinite when it does not)."""
+
+    correlation: float
+    """Distance to the stable fixed point, falling as slope^depth."""
+    gradient: float
+    """Squared gradient norm, chi1^depth."""
+    ntk_off_diagonal: float
+    """Off-diagonal over diagonal NTK, (slope / chi1)^depth in the chaotic phase."""
+    variance: float
+    """Distance of the variance to its fixed point."""
+
+
+@dataclass(frozen=True)
+class Transition:
+    """One layer h' = sigma_w / sqrt(n) W phi(h) + sigma_b b, W and b standard normal (NTK parametrisation).
+
+    On covariances K of zero-mean Gaussian h, with phihat(K) = E[phi(u) phi(v)] and mean(q) = E[phi(sqrt(q) z)]:
+
+    - ``straight``: K' = sigma_w2 phihat(K) + sigma_b2;
+    - ``weight_mean``: K' = sigma_w2 (n - 1)/n (phihat(K) - mean(q) mean(q')) + sigma_b2, the rows of W centred
+      (Lemma 1; n = fan_in, the factor is 1 when fan_in is None);
+    - ``batch_norm``: K' = (phihat(K) - mean terms) / variance over the data, in the limit of width, then batch, to
+      infinity on data whose pairs are uncorrelated; sigma_w2 and sigma_b2 cancel.
+
+    The object itself maps *correlations*, at the variance q* that the layer maps to itself.
+
+    Args:
+        kind: one of the three.
+        activation: a name, torch module or callable (see `activations.resolve`).
+        sigma_w2: multiplies 1/fan_in in the weight variance; ``"stable"`` makes q* = 1 a fixed point,
+            i.e. T(1) = 1: (1 - sigma_b2) / E[phi^2] or (1 - sigma_b2) n / ((n - 1) Var[phi]).
+        sigma_b2: the variance of the biases.
+        fan_in: n, for the exact finite-width factors of weight mean.
+
+    Example:
+        >>> t = Transition("weight_mean", "relu")
+        >>> round(t.chi1, 6), t.phase, [p.rho for p in t.fixed_points]
+        (1.466942, 'chaotic', [0.0, 1.0])
+    """
+
+    kind: str = "straight"
+    activation: Any = "relu"
+    sigma_w2: float | str = "stable"
+    sigma_b2: float = 0.0
+    fan_in: int | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse what no layer can be."""
+        if self.kind not in KINDS:
+            raise TheoryError(f"unknown kind {self.kind!r}: use one of {', '.join(map(repr, KINDS))}.")
+        object.__setattr__(self, "activation", resolve(self.activation))
+        if not (math.isfinite(self.sigma_b2) and self.sigma_b2 >= 0):
+            raise TheoryError(f"sigma_b2 is a variance: it must be finite and at least 0, not {self.sigma_b2}.")
+        if isinstance(self.sigma_w2, str):
+            if self.sigma_w2 != "stable":
+                raise TheoryError(f"sigma_w2 must be a positive number or 'stable', not {self.sigma_w2!r}.")
+            if self.sigma_b2 >= 1:
+                raise TheoryError(f"no stable sigma_w2 exists for sigma_b2 = {self.sigma_b2}: it must be below 1.")
+        elif not (math.isfinite(self.sigma_w2) and self.sigma_w2 > 0):
+            raise TheoryError(f"sigma_w2 must be a positive number or 'stable', not {self.sigma_w2!r}.")
+        if self.fan_in is not None and self.fan_in < 2:
+            raise TheoryError(f"fan_in must be at least 2, not {self.fan_in}: one weight centred is zero.")
+
+    @property
+    def centred(self) -> bool:
+        """Whether the layer takes the mean of phi away."""
+        return self.kind != "straight"
+
+    def layer_power(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        """Return E[phi^2], less the squared mean where the layer centres, and E[phi'^2], at variances q."""
+        power, slope = power_at(self._phi, q)
+        return (power - mean_at(self._phi, q) ** 2 if self.centred else power), slope
+
+    @property
+    def _phi(self) -> Activation:
+        return self.activation
+
+    @cached_property
+    def effective_w2(self) -> float:
+        """sigma_w2 times (n - 1)/n under weight mean: what multiplies phihat in the kernel."""
+        power = float(self.layer_power(_scalar(1.0))[0])
+        if self.kind == "batch_norm":
+            return 1 / power
+        if self.sigma_w2 == "stable":
+            return (1 - self.sigma_b2) / power
+        return float(self.sigma_w2) * self._lost
+
+    @property
+    def weight_variance(self) -> float:
+        """sigma_w2 as a number; a weight before centring has variance weight_variance / fan_in."""
+        return self.effective_w2 / self._lost
+
+    @property
+    def _lost(self) -> float:
+        return 1 - 1 / self.fan_in if self.kind == "weight_mean" and self.fan_in else 1.0
+
+    def variance_map(self, q: float) -> float:
+        """Return the variance after a layer whose input has variance q."""
+        if self.kind == "batch_norm":
+            return 1.0
+        return self.effective_w2 * float(self.layer_power(_scalar(q))[0]) + self.sigma_b2
+
+    @cached_property
+    def q_star(self) -> float:
+        """The variance that depth leads to from 1; 0 when it dies out, infinity when it grows without bound."""
+        if self.sigma_w2 == "stable" or self.kind == "batch_norm":
+            return 1.0
+        return _variance_fixed_point(self)
+
+    @cached_property
+    def _reference(self) -> tuple[float, float, float]:
+        """The variance at which correlations are mapped, the bias there, and the variance after the layer."""
+        if 0 < self.q_star < math.inf:
+            bias = 0.0 if self.kind == "batch_norm" else self.sigma_b2
+            return self.q_star, bias, self.variance_map(self.q_star)
+        if leaky_slope(self._phi) is None and self.q_star == math.inf:
+            raise TheoryError(
+                f"the variance of this {self._phi.name} network grows without bound, so its correlations have no "
+                "limiting map; use a smaller sigma_w2 or sigma_w2='stable'."
+            )
+        # homogeneous: any variance gives the same map, bias negligible; dying out: the map of small variances
+        q = 1.0 if leaky_slope(self._phi) is not None else 1e-8
+        return q, 0.0, self.effective_w2 * float(self.layer_power(_scalar(q))[0])
+
+    def __call__(self, rho: Tensor | float) -> Tensor:
+        """Return the correlation after one layer."""
+        rho = check_correlation(rho)
+        q, bias, after = self._reference
+        value, _ = pair_moments(self._phi, _scalar(q), _scalar(q), rho)
+        mean = float(mean_at(self._phi, _scalar(q))) if self.centred else 0.0
+        mapped = (self.effective_w2 * (value - mean**2) + bias) / after
+        # exactly 1 at 1: under a chaotic map the rounding error would grow by chi1 per layer
+        return torch.where(rho == 1, 1.0, mapped.clamp(-1.0, 1.0))
+
+    def derivative(self, rho: Tensor | float) -> Tensor:
+        """Return dT/drho, in closed form where the dual has one (autograd of sqrt(1 - rho^2) is NaN at +-1)."""
+        require_continuous(self._phi)
+        q, _, after = self._reference
+        _, slope = pair_moments(self._phi, _scalar(q), _scalar(q), check_correlation(rho))
+        return self.effective_w2 * q * slope / after
+
+    @cached_property
+    def chi1(self) -> float:
+        """sigma_w2 E[phi'(sqrt(q*) z)^2]: growth per layer of squared gradients, and T'(1) when 0 < q* < inf."""
+        require_continuous(self._phi)
+        q = self.q_star if 0 < self.q_star < math.inf else self._reference[0]
+        return self.effective_w2 * float(self.layer_power(_scalar(q))[1])
+
+    @cached_property
+    def phase(self) -> str:
+        """``ordered`` (chi1 < 1), ``critical``, ``chaotic``, or ``unbounded`` when the variance has no limit."""
+        if self.q_star == math.inf:
+            return "unbounded"
+        if abs(self.chi1 - 1) < 1e-9:
+            return "critical"
+        return "ordered" if self.chi1 < 1 else "chaotic"
+
+    @cached_property
+    def fixed_points(self) -> tuple[FixedPoint, ...]:
+        """All correlations with T(rho) = rho, in ascending order, with their stability."""
+        # even in theta, which spreads the points near +-1 where roots crowd
+        grid = torch.cos(torch.linspace(math.pi, 0, 2001, dtype=torch.float64))
+        grid[0], grid[1000], grid[-1] = -1.0, 0.0, 1.0
+        gap = self(grid) - grid
+        if bool((gap.abs() < 1e-13).all()):
+            raise TheoryError(f"every correlation is a fixed point: {self._phi.name} acts as a linear map here.")
+        roots = [float(x) for x, g in zip(grid, gap, strict=True) if abs(float(g)) < 1e-14]
+        for i in range(len(grid) - 1):
+            ends = gap[i], gap[i + 1]
+            if min(map(abs, ends)) >= 1e-14 and bool(ends[0] * ends[1] < 0):
+                roots.append(self._bisect(float(grid[i]), float(grid[i + 1])))
+        return tuple(self._classify(rho) for rho in sorted(roots))
+
+    def _bisect(self, low: float, high: float) -> float:
+        sign = float(self(low)) > low
+        for _ in range(60):
+            middle = (low + high) / 2
+            low, high = (middle, high) if (float(self(middle)) > middle) == sign else (low, middle)
+        return (low + high) / 2
+
+    def _classify(self, rho: float) -> FixedPoint:
+        slope = float(self.derivative(rho))
+        if abs(slope - 1) < 1e-9:
+            return FixedPoint(rho, slope, "marginal")
+        return FixedPoint(rho, slope, "stable" if abs(slope) < 1 else "unstable")
+
+    @cached_property
+    def depth_scales(self) -> DepthScales:
+        """How fast correlations, gradients, the NTK's off-diagonal and the variance change with depth."""
+        attracting = [p for p in self.fixed_points if p.stability == "stable"]
+        # with none strictly stable the approach is algebraic (critical ReLU: 1 - rho ~ 9 pi^2 / (2 depth^2))
+        slope = attracting[-1].slope if attracting else 1.0
+        q, step = self._reference[0], 1e-5
+        if self.kind == "batch_norm":
+            variance_slope = 0.0
+        else:
+            ends = self.variance_map(q * (1 + step)), self.variance_map(q * (1 - step))
+            variance_slope = (ends[0] - ends[1]) / (2 * q * step)
+        return DepthScales(
+            correlation=_scale(slope),
+            gradient=_scale(self.chi1),
+            ntk_off_diagonal=_scale(slope / max(self.chi1, 1.0)) if attracting else math.inf,
+            variance=_scale(variance_slope) if abs(variance_slope - 1) > 1e-7 else math.inf,
+        )
+
+    def iterate(self, rho: Tensor | float, depth: int) -> Tensor:
+        """Return the correlations after 0, 1, ..., depth layers, stacked in front.
+
+        Example:
+            >>> [round(x, 4) for x in Transition("weight_mean").iterate(0.5, 3).tolist()]
+            [0.5, 0.4268, 0.3576, 0.2951]
+        """
+        check_depth(depth)
+        path = [check_correlation(rho)]
+        for _ in range(depth):
+            path.append(self(path[-1]))
+        return torch.stack(path)
+
+
+def check_depth(depth: int) -> None:
+    """Refuse a number of layers below 1."""
+    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+        raise TheoryError(f"depth counts weight layers: it must be an integer of at least 1, not {depth!r}.")
+
+
+def _scalar(q: float) -> Tensor:
+    return torch.tensor(q, dtype=torch.float64)
+
+
+def _scale(factor: float) -> float:
+    if abs(factor) < 1e-300:
+        return 0.0
+    change = abs(math.log(abs(factor)))
+    return math.inf if change < 1e-12 else 1 / change
+
+
+@lru_cache(maxsize=4096)
+def _variance_fixed_point(transition: Transition) -> float:
+    slope = leaky_slope(transition.activation)
+    if slope is not None:
+        growth = transition.effective_w2 * float(transition.layer_power(_scalar(1.0))[0])
+        if abs(growth - 1) < 1e-12:
+            return 1.0 if transition.sigma_b2 == 0 else math.inf
+        return math.inf if growth > 1 else transition.sigma_b2 / (1 - growth)
+    up = transition.variance_map(1.0) > 1.0
+    low = 1.0
+    for _ in range(80):  # bracket in factors of 2, then bisect in the logarithm
+        high = low * (2.0 if up else 0.5)
+        if not 1e-12 < high < 1e12:
+            return math.inf if up else 0.0
+        if (transition.variance_map(high) > high) != up:
+            break
+        low = high
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if (transition.variance_map(middle) > middle) == up else (low, middle)
+    return math.sqrt(low * high)
