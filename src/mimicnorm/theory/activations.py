@@ -67,7 +67,8 @@ _REGISTRY: dict[str, tuple[Callable[..., Tensor], dict[str, float], tuple[float,
     ),
 }
 
-# torch module classes whose name, in lower case, is not the activation's; parameters keep their names throughout
+# torch module classes whose name, in lower case, is not the activation's; parameters keep their names
+# throughout
 _MODULE_NAMES = {"leakyrelu": "leaky_relu"}
 
 

@@ -1,9 +1,9 @@
 """Dual activations: E[phi(u) phi(v)] and E[phi'(u) phi'(v)] for Gaussian pairs of any variances.
 
-Four ways, the first that applies: closed forms (identity, ReLU and its leaky kin, erf, GELU); Hermite series, which
-converge geometrically for analytic activations; for kinked ones of equal variance a Chebyshev series in
-theta = arccos(rho), in which the dual is smooth up to both ends while in rho it is not; else a double quadrature
-per pair whose panels follow the kinks.
+Four ways, the first that applies: closed forms (identity, ReLU and its leaky kin, erf, GELU); Hermite
+series, which converge geometrically for analytic activations; for kinked ones of equal variance a Chebyshev
+series in theta = arccos(rho), in which the dual is smooth up to both ends while in rho it is not; else a
+double quadrature per pair whose panels follow the kinks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def dual_slope(
 def _checked(
     activation: Any, rho: Tensor | float, q1: float, q2: float | None, parameters: dict[str, float]
 ) -> tuple[Activation, Tensor, Tensor, Tensor]:
-    resolved = resolve(activation, **parameters)
+    resolved = resolve(activation, None, **parameters)
     variances = [torch.as_tensor(q, dtype=torch.float64, device=CPU) for q in (q1, q1 if q2 is None else q2)]
     for q in variances:
         if not bool((torch.isfinite(q) & (q > 0)).all()):
@@ -88,11 +88,12 @@ def leaky_slope(activation: Activation) -> float | None:
 def require_continuous(activation: Activation) -> None:
     """Refuse an activation with a step: its derivative kernel is infinite at correlation 1."""
     z, w = normal_nodes(activation.kinks)
-    by_slope, by_parts = (w * activation.derivative(z)).sum(), (w * z * activation(z)).sum()
+    by_slope = float((w * activation.derivative(z)).sum())
+    by_parts = float((w * z * activation(z).detach()).sum())
     if not math.isclose(by_slope, by_parts, rel_tol=1e-8, abs_tol=1e-8):
         raise TheoryError(
-            f"activation {activation.name!r} jumps (E[phi'] = {float(by_slope):.4g}, E[z phi] = {float(by_parts):.4g}): "
-            "its derivative kernel is infinite, so there is no chi_1 and no NTK."
+            f"activation {activation.name!r} has a step (E[phi'] = {by_slope:.4g}, E[z phi] = {by_parts:.4g})"
+            ": its derivative kernel is infinite, so there is no chi_1 and no NTK."
         )
 
 
@@ -109,7 +110,7 @@ def mean_at(activation: Activation, q: Tensor) -> Tensor:
 
 
 def power_at(activation: Activation, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E[phi(sqrt(q) z)^2] and E[phi'(sqrt(q) z)^2] for each variance in q: the dual on the diagonal."""
+    """Return E[phi(sqrt(q) z)^2] and E[phi'(sqrt(q) z)^2] per variance in q: the dual on the diagonal."""
     closed = _closed_form(activation, q, q, torch.ones_like(q))
     if closed is not None:
         return closed
@@ -133,7 +134,7 @@ def _each_unique(q: Tensor, function: Any) -> Tensor:
 
 
 def pair_moments(activation: Activation, q1: Tensor, q2: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E[phi(u) phi(v)] and E[phi'(u) phi'(v)] element-wise over broadcast variances and correlations."""
+    """Return E[phi(u) phi(v)] and E[phi'(u) phi'(v)] over broadcast variances and correlations."""
     closed = _closed_form(activation, q1, q2, rho)
     if closed is not None:
         return closed
@@ -147,11 +148,12 @@ def pair_moments(activation: Activation, q1: Tensor, q2: Tensor, rho: Tensor) ->
     q1, q2, rho = torch.broadcast_tensors(q1, q2, rho)
     if rho.numel() > MAX_PAIRS:
         raise TheoryError(
-            f"{activation.name!r} has no closed form and {rho.numel()} pairs of unequal variance would each need a "
-            f"double quadrature (limit {MAX_PAIRS}). Normalise the inputs to equal norms, or use fewer points."
+            f"{activation.name!r} has no closed form and {rho.numel()} pairs of unequal variance would each "
+            f"need a double quadrature (limit {MAX_PAIRS}). Normalise the inputs or use fewer points."
         )
     flat = [
-        _double_quadrature(activation, *row) for row in zip(*(t.flatten().tolist() for t in (q1, q2, rho)))
+        _double_quadrature(activation, *row)
+        for row in zip(*(t.flatten().tolist() for t in (q1, q2, rho)), strict=True)
     ]
     both = torch.tensor(flat, dtype=torch.float64, device=rho.device).reshape(*rho.shape, 2)
     return both[..., 0], both[..., 1]
@@ -160,7 +162,8 @@ def pair_moments(activation: Activation, q1: Tensor, q2: Tensor, rho: Tensor) ->
 def _closed_form(act: Activation, q1: Tensor, q2: Tensor, rho: Tensor) -> tuple[Tensor, Tensor] | None:
     slope = leaky_slope(act)
     if slope is not None:
-        # phi = a x + b |x|; E|u||v| is the arc-cosine kernel of degree 1 (paper eq. 4), its derivative that of 0
+        # phi = a x + b |x|; E|u||v| is the arc-cosine kernel of degree 1 (paper eq. 4), its derivative that
+        # of 0
         a2, b2 = ((1 + slope) / 2) ** 2, ((1 - slope) / 2) ** 2 * 2 / math.pi
         root, angle = torch.sqrt((1 - rho) * (1 + rho)), torch.asin(rho)
         scale = torch.sqrt(q1 * q2)
@@ -183,7 +186,7 @@ def _closed_form(act: Activation, q1: Tensor, q2: Tensor, rho: Tensor) -> tuple[
 
 
 def hermite(activation: Activation, q: Tensor) -> Tensor | None:
-    """Return coefficients a_k(q) of phi(sqrt(q) z) in normalised Hermite polynomials, shape (*q.shape, terms).
+    """Return coefficients of phi(sqrt(q) z) in normalised Hermite polynomials, shape (*q.shape, terms).
 
     None when the series of the dual's derivative is not exact to 1e-12 at rho = 1 (kinks, large variances).
     """
@@ -248,8 +251,8 @@ def _from_table(activation: Activation, q: float, rho: Tensor) -> tuple[Tensor, 
 def _table(activation: Activation, q: float) -> tuple[Tensor, Tensor]:
     """Tabulate the dual and its slope at variance q as cubics on pieces of theta = arccos(rho).
 
-    A Chebyshev series through 160 exact values gives values and derivatives at the ends of 4096 pieces, on which
-    cubics are exact to rounding and ten times faster than the series.
+    A Chebyshev series through 160 exact values gives values and derivatives at the ends of 4096 pieces, on
+    which cubics are exact to rounding and ten times faster than the series.
     """
     nodes = np.cos(np.pi * (np.arange(_TABLE_DEGREE) + 0.5) / _TABLE_DEGREE)
     rhos = np.cos(np.pi * (nodes + 1) / 2)
@@ -264,7 +267,10 @@ def _table(activation: Activation, q: float) -> tuple[Tensor, Tensor]:
     ends = np.linspace(-1, 1, _PIECES + 1)
     cubics = []
     for column in fit.T:
-        y, d = chebyshev.chebval(ends, column), chebyshev.chebval(ends, chebyshev.chebder(column)) * 2 / _PIECES
+        y, d = (
+            chebyshev.chebval(ends, column),
+            chebyshev.chebval(ends, chebyshev.chebder(column)) * 2 / _PIECES,
+        )
         rise = np.diff(y)
         rows = [y[:-1], d[:-1], 3 * rise - 2 * d[:-1] - d[1:], d[:-1] + d[1:] - 2 * rise]
         cubics.append(torch.from_numpy(np.stack(rows)))

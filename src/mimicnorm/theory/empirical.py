@@ -1,4 +1,4 @@
-"""The neural tangent kernel of a real network: Theta(x, x') = J(x) J(x')^T, J the Jacobian by its parameters."""
+"""The neural tangent kernel of a real network: Theta(x, x') = J(x) J(x')^T, J the parameters' Jacobian."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch.func import functional_call, jacrev, vjp, vmap
 
 from .errors import TheoryError
 
-Jacobian = Callable[[slice, dict[str, Tensor]], Tensor]  # (samples, parameters) -> (samples, outputs, parameters)
+Jacobian = Callable[
+    [slice, dict[str, Tensor]], Tensor
+]  # (samples, parameters) -> (samples, outputs, parameters)
 
 
 def empirical_ntk(
@@ -25,16 +27,18 @@ def empirical_ntk(
 ) -> Tensor:
     """Compute the NTK of any model at its present parameters.
 
-    The Jacobian is never held whole: parameters are taken in groups and samples in blocks, so that two blocks of
-    it fit `memory_bytes`; the kernel is the sum of their products.
+    The Jacobian is never held whole: parameters are taken in groups and samples in blocks, so that two
+    blocks of it fit `memory_bytes`; the kernel is the sum of their products.
 
     Args:
         model: any module that maps a batch to one tensor; its mode, buffers and gradients stay as they are.
         x: inputs, (m, ...).
         x2: second inputs: the kernel between x and x2.
-        mode: ``"per_sample"``: each sample runs on its own. ``"batch"``: x (and x2) run as whole batches, which is
-            the network's function under BatchNorm in train mode, with the terms through the batch statistics.
-        outputs: ``"mean"``: (m, m2), averaged over outputs as trace / outputs; ``"full"``: (m, outputs, m2, outputs).
+        mode: ``"per_sample"``: each sample runs on its own. ``"batch"``: x (and x2) run as whole batches,
+            which is the network's function under BatchNorm in train mode, with the terms through the batch
+            statistics.
+        outputs: ``"mean"``: (m, m2), averaged over outputs as trace / outputs; ``"full"``: (m, outputs, m2,
+            outputs).
         memory_bytes: for the blocks of the Jacobian.
 
     Example:
@@ -45,7 +49,9 @@ def empirical_ntk(
     if mode not in ("per_sample", "batch"):
         raise TheoryError(f"unknown mode {mode!r}: use 'per_sample' or 'batch'.")
     if outputs not in ("mean", "full"):
-        raise TheoryError(f"unknown outputs {outputs!r}: use 'mean' (m, m2) or 'full' (m, outputs, m2, outputs).")
+        raise TheoryError(
+            f"unknown outputs {outputs!r}: use 'mean' (m, m2) or 'full' (m, outputs, m2, outputs)."
+        )
     parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise TheoryError("the model has no trainable parameter, so its tangent kernel is zero.")
@@ -115,15 +121,17 @@ def _per_sample(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> J
 
 def _batch(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobian:
     def jacobian(samples: slice, group: dict[str, Tensor]) -> Tensor:
-        # cloned: a train-mode BatchNorm updates its running statistics in place at every run
-        buffers = {name: b.clone() for name, b in model.named_buffers()}
-
         def whole(chosen: dict[str, Tensor]) -> Tensor:
+            # cloned in here: a train-mode BatchNorm updates its statistics in place, which vjp forbids on
+            # outer tensors
+            buffers = {name: b.clone() for name, b in model.named_buffers()}
             return _one_tensor(functional_call(model, ({**parameters, **chosen}, buffers), (x,))).flatten(1)
 
-        out, pull = vjp(whole, group)
+        out, pull, *_ = vjp(whole, group)
         count, width = out.shape
-        unit = torch.eye(count * width, dtype=out.dtype, device=out.device).reshape(count, width, count, width)
+        unit = torch.eye(count * width, dtype=out.dtype, device=out.device).reshape(
+            count, width, count, width
+        )
         directions = unit[samples].reshape(-1, count, width)
         (rows,) = vmap(pull)(directions)
         flat = _flat(rows, 1)
@@ -133,9 +141,9 @@ def _batch(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobi
 
 
 def _output_count(model: nn.Module, x: Tensor) -> int:
-    parameters, buffers = dict(model.named_parameters()), {n: b.clone() for n, b in model.named_buffers()}
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
     with torch.no_grad():
-        out = _one_tensor(functional_call(model, (parameters, buffers), (x[:2] if len(x) > 1 else x,)))
+        out = _one_tensor(functional_call(model, buffers, (x[:2] if len(x) > 1 else x,)))
     if not bool(torch.isfinite(out).all()):
         raise TheoryError("the model's output is not finite on these inputs.")
     return out.flatten(1).shape[1]
@@ -149,10 +157,14 @@ def _one_tensor(out: Any) -> Tensor:
 
 def _require_independent(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
+            module.training or module.running_mean is None
+        ):
             raise TheoryError(
                 f"{name or 'the model'} is a BatchNorm in train mode: its samples depend on each other. "
                 "Use mode='batch', or model.eval() for the running statistics."
             )
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-            raise TheoryError(f"{name} is a dropout in train mode: call model.eval() for a kernel without noise.")
+            raise TheoryError(
+                f"{name} is a dropout in train mode: call model.eval() for a kernel without noise."
+            )

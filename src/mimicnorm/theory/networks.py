@@ -13,9 +13,10 @@ from .transition import Transition, check_depth
 
 
 class NtkLinear(nn.Module):
-    """h = sqrt(w2 / fan_in) W a + sqrt(b2) b with standard normal W and b, the rows of W centred on demand."""
+    """h = sqrt(w2 / fan_in) W a + sqrt(b2) b with standard normal W and b, the rows of W perhaps centred."""
 
     def __init__(self, fan_in: int, fan_out: int, w2: float, b2: float, centred: bool, rng: torch.Generator):
+        """Draw the parameters."""
         super().__init__()
         self.scale, self.bias_scale, self.centred = math.sqrt(w2 / fan_in), math.sqrt(b2), centred
         self.weight = nn.Parameter(torch.randn(fan_out, fan_in, dtype=torch.float64, generator=rng))
@@ -32,7 +33,8 @@ class NtkLinear(nn.Module):
 class FiniteNetwork(nn.Module):
     """A plain or residual network in the parametrisation of `kernels`, drawn at random.
 
-    ``batch_norm`` puts an affine-free BatchNorm after every layer but the last (after that too with `last_norm`).
+    ``batch_norm`` puts an affine-free BatchNorm after every layer but the last (after that too with
+    `last_norm`).
 
     Args:
         inputs: n_0.
@@ -67,6 +69,7 @@ class FiniteNetwork(nn.Module):
         first_b2: float = 0.0,
         seed: int = 0,
     ):
+        """Draw the parameters."""
         super().__init__()
         check_depth(depth)
         rng = torch.Generator().manual_seed(seed)
@@ -87,7 +90,7 @@ class FiniteNetwork(nn.Module):
         self.layers = nn.ModuleList(layers)
         norms = [batch_norm and (last_norm or i < hidden) for i in range(hidden + 1)]
         self.norms = nn.ModuleList(
-            nn.BatchNorm1d(n, eps=0.0, affine=False, track_running_stats=False) if norm else nn.Identity()
+            nn.BatchNorm1d(n, eps=1e-12, affine=False, track_running_stats=False) if norm else nn.Identity()
             for n, norm in zip(sizes, norms, strict=True)
         )
 

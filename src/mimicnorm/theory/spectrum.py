@@ -16,8 +16,8 @@ def condition_number(kernel: Tensor, centered: bool = False) -> float:
 
     Args:
         kernel: symmetric, (m, m).
-        centered: only on vectors orthogonal to the constant one. A network that ends in BatchNorm has the constant
-            vector in its NTK's null space, so that only this number means something there.
+        centered: only on vectors orthogonal to the constant one. A network that ends in BatchNorm has the
+            constant vector in its NTK's null space, so that only this number means something there.
 
     Example:
         >>> condition_number(torch.diag(torch.tensor([4.0, 2.0])))
@@ -64,9 +64,10 @@ def learning_curve(
     start: Tensor | None = None,
     start_test: Tensor | None = None,
 ) -> LearningCurve:
-    """Solve dF/dt = -Theta (F - Y), the linearised network under gradient flow on |F - Y|^2 / 2 (paper eq. 5).
+    """Solve dF/dt = -Theta (F - Y), gradient flow on |F - Y|^2 / 2 of the linearised network (eq. 5).
 
-    F(t) = Y + exp(-Theta t)(F_0 - Y), and on new data F*(t) = F*_0 + Theta* Theta^-1 (1 - exp(-Theta t))(Y - F_0).
+    F(t) = Y + exp(-Theta t)(F_0 - Y), and on new data F*(t) = F*_0 + Theta* Theta^-1 (1 - exp(-Theta t))(Y
+    - F_0).
 
     Args:
         ntk: Theta between training points, (m, m).
@@ -99,7 +100,9 @@ def learning_curve(
     if ntk_test is not None:
         # (1 - exp(-v t)) / v tends to t for the null directions of a singular kernel
         null = values.abs() < 1e-300
-        travelled = torch.where(null, t[:, None], -torch.expm1(-values * t[:, None]) / torch.where(null, 1.0, values))
+        travelled = torch.where(
+            null, t[:, None], -torch.expm1(-values * t[:, None]) / torch.where(null, 1.0, values)
+        )
         test = -torch.einsum("im,tm,mo->tio", ntk_test.to(torch.float64) @ vectors, travelled, modes)
         if start_test is not None:
             test = test + start_test.to(torch.float64).reshape(len(ntk_test), -1)
@@ -112,5 +115,7 @@ def _symmetric(kernel: Tensor) -> Tensor:
     if not bool(torch.isfinite(kernel).all()):
         raise TheoryError("the kernel has non-finite entries; look for NaN or infinity in the inputs.")
     if not torch.allclose(kernel, kernel.T, rtol=1e-6, atol=1e-9 * float(kernel.abs().max())):
-        raise TheoryError("the kernel is not symmetric; a kernel between two sets of points has no eigenvalues.")
+        raise TheoryError(
+            "the kernel is not symmetric; a kernel between two sets of points has no eigenvalues."
+        )
     return (kernel + kernel.T) / 2

@@ -1,4 +1,4 @@
-"""The transition operator of one layer: what it does to the correlation of two inputs (paper eq. 2, Theorem 3)."""
+"""The transition operator of one layer: what it does to correlations (paper eq. 2, Theorem 3)."""
 
 from __future__ import annotations
 
@@ -44,13 +44,14 @@ class DepthScales:
 class Transition:
     """One layer h' = sigma_w / sqrt(n) W phi(h) + sigma_b b, W and b standard normal (NTK parametrisation).
 
-    On covariances K of zero-mean Gaussian h, with phihat(K) = E[phi(u) phi(v)] and mean(q) = E[phi(sqrt(q) z)]:
+    On covariances K of zero-mean Gaussian h, with phihat(K) = E[phi(u) phi(v)] and mean(q) = E[phi(sqrt(q)
+    z)]:
 
     - ``straight``: K' = sigma_w2 phihat(K) + sigma_b2;
-    - ``weight_mean``: K' = sigma_w2 (n - 1)/n (phihat(K) - mean(q) mean(q')) + sigma_b2, the rows of W centred
-      (Lemma 1; n = fan_in, the factor is 1 when fan_in is None);
-    - ``batch_norm``: K' = (phihat(K) - mean terms) / variance over the data, in the limit of width, then batch, to
-      infinity on data whose pairs are uncorrelated; sigma_w2 and sigma_b2 cancel.
+    - ``weight_mean``: K' = sigma_w2 (n - 1)/n (phihat(K) - mean(q) mean(q')) + sigma_b2, the rows of W
+      centred (Lemma 1; n = fan_in, the factor is 1 when fan_in is None);
+    - ``batch_norm``: K' = (phihat(K) - mean terms) / variance over the data, in the limit of width, then
+      batch, to infinity on data whose pairs are uncorrelated; sigma_w2 and sigma_b2 cancel.
 
     The object itself maps *correlations*, at the variance q* that the layer maps to itself.
 
@@ -80,12 +81,16 @@ class Transition:
             raise TheoryError(f"unknown kind {self.kind!r}: use one of {', '.join(map(repr, KINDS))}.")
         object.__setattr__(self, "activation", resolve(self.activation))
         if not (math.isfinite(self.sigma_b2) and self.sigma_b2 >= 0):
-            raise TheoryError(f"sigma_b2 is a variance: it must be finite and at least 0, not {self.sigma_b2}.")
+            raise TheoryError(
+                f"sigma_b2 is a variance: it must be finite and at least 0, not {self.sigma_b2}."
+            )
         if isinstance(self.sigma_w2, str):
             if self.sigma_w2 != "stable":
                 raise TheoryError(f"sigma_w2 must be a positive number or 'stable', not {self.sigma_w2!r}.")
             if self.sigma_b2 >= 1:
-                raise TheoryError(f"no stable sigma_w2 exists for sigma_b2 = {self.sigma_b2}: it must be below 1.")
+                raise TheoryError(
+                    f"no stable sigma_w2 exists for sigma_b2 = {self.sigma_b2}: it must be below 1."
+                )
         elif not (math.isfinite(self.sigma_w2) and self.sigma_w2 > 0):
             raise TheoryError(f"sigma_w2 must be a positive number or 'stable', not {self.sigma_w2!r}.")
         if self.fan_in is not None and self.fan_in < 2:
@@ -132,7 +137,7 @@ class Transition:
 
     @cached_property
     def q_star(self) -> float:
-        """The variance that depth leads to from 1; 0 when it dies out, infinity when it grows without bound."""
+        """The variance that depth leads to from 1; 0 when it dies out, infinity when it has no bound."""
         if self.sigma_w2 == "stable" or self.kind == "batch_norm":
             return 1.0
         return _variance_fixed_point(self)
@@ -145,8 +150,8 @@ class Transition:
             return self.q_star, bias, self.variance_map(self.q_star)
         if leaky_slope(self._phi) is None and self.q_star == math.inf:
             raise TheoryError(
-                f"the variance of this {self._phi.name} network grows without bound, so its correlations have no "
-                "limiting map; use a smaller sigma_w2 or sigma_w2='stable'."
+                f"the variance of this {self._phi.name} network grows without bound, so its correlations "
+                "have no limiting map; use a smaller sigma_w2 or sigma_w2='stable'."
             )
         # homogeneous: any variance gives the same map, bias negligible; dying out: the map of small variances
         q = 1.0 if leaky_slope(self._phi) is not None else 1e-8
@@ -163,7 +168,7 @@ class Transition:
         return torch.where(rho == 1, 1.0, mapped.clamp(-1.0, 1.0))
 
     def derivative(self, rho: Tensor | float) -> Tensor:
-        """Return dT/drho, in closed form where the dual has one (autograd of sqrt(1 - rho^2) is NaN at +-1)."""
+        """Return dT/drho, in closed form where there is one: autograd of sqrt(1 - rho^2) is NaN at +-1."""
         require_continuous(self._phi)
         q, _, after = self._reference
         _, slope = pair_moments(self._phi, _scalar(q), _scalar(q), check_correlation(rho))
@@ -171,14 +176,14 @@ class Transition:
 
     @cached_property
     def chi1(self) -> float:
-        """sigma_w2 E[phi'(sqrt(q*) z)^2]: growth per layer of squared gradients, and T'(1) when 0 < q* < inf."""
+        """sigma_w2 E[phi'(sqrt(q*) z)^2]: the gradients' growth, and T'(1) when 0 < q* < inf."""
         require_continuous(self._phi)
         q = self.q_star if 0 < self.q_star < math.inf else self._reference[0]
         return self.effective_w2 * float(self.layer_power(_scalar(q))[1])
 
     @cached_property
     def phase(self) -> str:
-        """``ordered`` (chi1 < 1), ``critical``, ``chaotic``, or ``unbounded`` when the variance has no limit."""
+        """``ordered`` (chi1 < 1), ``critical``, ``chaotic``, or ``unbounded``: the variance has no limit."""
         if self.q_star == math.inf:
             return "unbounded"
         if abs(self.chi1 - 1) < 1e-9:
@@ -193,7 +198,9 @@ class Transition:
         grid[0], grid[1000], grid[-1] = -1.0, 0.0, 1.0
         gap = self(grid) - grid
         if bool((gap.abs() < 1e-13).all()):
-            raise TheoryError(f"every correlation is a fixed point: {self._phi.name} acts as a linear map here.")
+            raise TheoryError(
+                f"every correlation is a fixed point: {self._phi.name} acts as a linear map here."
+            )
         roots = [float(x) for x, g in zip(grid, gap, strict=True) if abs(float(g)) < 1e-14]
         for i in range(len(grid) - 1):
             ends = gap[i], gap[i + 1]
@@ -238,7 +245,7 @@ class Transition:
 
         Example:
             >>> [round(x, 4) for x in Transition("weight_mean").iterate(0.5, 3).tolist()]
-            [0.5, 0.4268, 0.3576, 0.2951]
+            [0.5, 0.4264, 0.3559, 0.2909]
         """
         check_depth(depth)
         path = [check_correlation(rho)]

@@ -1,0 +1,199 @@
+"""The signal doctor: what happens to variance, correlation and gradient on the way through any network."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import TheoryError
+
+
+@dataclass
+class LayerSignal:
+    """What one call of one leaf module put out.
+
+    Attributes:
+        name: qualified name; a module called several times appears several times.
+        kind: class name.
+        mean: over all elements.
+        variance: over all elements.
+        channel_mean_share: share of the second moment that is the channels' means over batch and positions:
+            near 1 all inputs look alike, 0 after BatchNorm.
+        correlation: mean over sample pairs of the cosine of their flattened outputs, the NNGP's rho; NaN
+            for one sample.
+        gradient: Frobenius norm of the gradient by this output, or NaN when none reached it.
+    """
+
+    name: str
+    kind: str
+    mean: float
+    variance: float
+    channel_mean_share: float
+    correlation: float
+    gradient: float = math.nan
+
+
+@dataclass(frozen=True)
+class Signal:
+    """The layers in order of execution; prints as a table."""
+
+    layers: tuple[LayerSignal, ...]
+
+    def weight_layers(self) -> Signal:
+        """Return only convolutions and linear layers, by the look of their class names."""
+        kept = tuple(x for x in self.layers if "conv" in x.kind.lower() or "linear" in x.kind.lower())
+        return Signal(kept)
+
+    def as_dicts(self) -> list[dict[str, Any]]:
+        """Return plain rows for JSON."""
+        return [asdict(layer) for layer in self.layers]
+
+    def __str__(self) -> str:
+        """Return the table."""
+        wide = max([len("layer"), *(len(x.name) for x in self.layers)])
+        head = f"{'mean':>11}{'variance':>11}{'shared':>8}{'corr':>8}{'gradient':>11}"
+        lines = [f"{'layer':<{wide}}  {'kind':<16}{head}"]
+        for x in self.layers:
+            numbers = f"{x.mean:>11.3g}{x.variance:>11.3g}{x.channel_mean_share:>8.2f}{x.correlation:>8.3f}"
+            lines.append(f"{x.name:<{wide}}  {x.kind[:15]:<16}{numbers}{x.gradient:>11.3g}")
+        return "\n".join(lines)
+
+    def plot(self, path: str | Path, label: str = "network") -> None:
+        """Draw variance, correlation and gradient over depth; `plot` does it for several networks."""
+        plot({label: self}, path)
+
+
+def propagate(
+    model: nn.Module, x: Any, *, loss: Callable[[Any], Tensor] | None = None, pairs: int = 200, seed: int = 0
+) -> Signal:
+    """Run a batch forward and a gradient back through any network and measure each leaf module's output.
+
+    The network stays as it is: mode, buffers, `.grad`, random state. It runs in the mode it is in: train
+    mode for what training sees.
+
+    Args:
+        model: any module.
+        x: an input batch, or a tuple of call arguments, or a dict of keyword arguments.
+        loss: maps the model's output to a scalar; by default the output (its first tensor) is multiplied by
+            a random direction of unit length, so that gradients of two networks compare.
+        pairs: number of random sample pairs for the correlation.
+        seed: of pairs and direction.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> signal = propagate(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(4, 8))
+        >>> [layer.kind for layer in signal.layers]
+        ['Linear', 'ReLU']
+    """
+    args, kwargs = (x if isinstance(x, tuple) else ()), (x if isinstance(x, dict) else {})
+    args = (x,) if not args and not kwargs else args
+    rng = torch.Generator().manual_seed(seed)
+    layers: list[LayerSignal] = []
+    names = {module: name for name, module in model.named_modules()}
+
+    def measure(module: nn.Module, _inputs: Any, output: Any) -> None:
+        h = _first_tensor(output)
+        if h is None or h.dim() == 0:
+            return
+        layer = _measure(names[module], type(module).__name__, h, pairs, rng)
+        layers.append(layer)
+        if h.requires_grad:
+            # by hook, not by keeping h: an in-place activation after this layer overwrites it
+            h.register_hook(lambda g: setattr(layer, "gradient", float(g.detach().double().norm())))
+
+    leaves = [m for m in model.modules() if not any(True for _ in m.children())]
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    # a leaf that alters its input in place would write into the caller's batch; gradients need a leaf of
+    # our own
+    args = tuple(_own(a) for a in args)
+    kwargs = {key: _own(a) for key, a in kwargs.items()}
+    handles = [m.register_forward_hook(measure) for m in leaves]
+    try:
+        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            output = model(*(_graph_copy(a) for a in args), **{k: _graph_copy(a) for k, a in kwargs.items()})
+            scalar = _random_projection(output, rng) if loss is None else loss(output)
+            wanted = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.requires_grad]
+            wanted = wanted or [p for p in model.parameters() if p.requires_grad]
+            if wanted and scalar.requires_grad:
+                torch.autograd.grad(scalar, wanted, allow_unused=True)
+    finally:
+        for handle in handles:
+            handle.remove()
+        with torch.no_grad():
+            for name, b in model.named_buffers():
+                b.copy_(buffers[name])
+    if not layers:
+        raise TheoryError("no leaf module put out a tensor: is the network written in plain functions?")
+    return Signal(tuple(layers))
+
+
+def _own(a: Any) -> Any:
+    if not isinstance(a, Tensor):
+        return a
+    return a.detach().clone().requires_grad_(a.is_floating_point())
+
+
+def _graph_copy(a: Any) -> Any:
+    # autograd forbids in-place operations on a leaf that requires grad, such as an inplace activation on
+    # the input
+    return a * 1 if isinstance(a, Tensor) and a.requires_grad else a
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    if isinstance(output, Tensor):
+        return output if output.is_floating_point() else None
+    values = (
+        output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
+    )
+    return next((t for t in map(_first_tensor, values) if t is not None), None)
+
+
+def _random_projection(output: Any, rng: torch.Generator) -> Tensor:
+    y = _first_tensor(output)
+    if y is None:
+        raise TheoryError(f"the model returns {type(output).__name__} without a tensor: pass loss=.")
+    direction = torch.randn(y.shape, generator=rng, dtype=torch.float64)
+    return (y * (direction / direction.norm()).to(y)).sum()
+
+
+def _measure(name: str, kind: str, h: Tensor, pairs: int, rng: torch.Generator) -> LayerSignal:
+    with torch.no_grad():
+        h = h.detach().to(torch.float64 if h.device.type == "cpu" else torch.float32)
+        flat = h.flatten(1) if h.dim() > 1 else h[:, None]
+        second = float((h**2).mean())
+        by_channel = h.transpose(0, 1).flatten(1) if h.dim() > 1 else h[None]
+        shared = float((by_channel.mean(1) ** 2).mean()) / second if second > 0 else math.nan
+        correlation = math.nan
+        if len(flat) > 1:
+            i = torch.randint(len(flat), (pairs,), generator=rng)
+            j = (i + torch.randint(1, len(flat), (pairs,), generator=rng)) % len(flat)
+            unit = torch.nn.functional.normalize(flat, dim=1)
+            correlation = float((unit[i] * unit[j]).sum(1).mean())
+        return LayerSignal(name, kind, float(h.mean()), float(h.var(correction=0)), shared, correlation)
+
+
+def plot(signals: dict[str, Signal], path: str | Path, *, titles: Sequence[str] | None = None) -> None:
+    """Draw variance, correlation and gradient norm over depth for several networks, one colour each."""
+    from .figures import canvas, save
+
+    figure, axes = canvas(1, 3, width=10, height=3.1)
+    names = titles or ("variance of the output", "correlation of sample pairs", "gradient norm")
+    for label, signal in signals.items():
+        rows = signal.weight_layers().layers or signal.layers
+        depth = range(1, len(rows) + 1)
+        for axis, field in zip(axes, ("variance", "correlation", "gradient"), strict=True):
+            axis.plot(depth, [getattr(row, field) for row in rows], marker=".", lw=1, label=label)
+    for axis, title in zip(axes, names, strict=True):
+        axis.set(title=title, xlabel="weight layer")
+        if title != names[1]:
+            axis.set_yscale("log")
+    axes[1].set_ylim(-0.3, 1.05)
+    axes[0].legend(frameon=False)
+    save(figure, path)

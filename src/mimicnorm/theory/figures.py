@@ -1,0 +1,294 @@
+"""The paper's figures on signal propagation, and those it should have had, each drawn by one function."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from io import BytesIO
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .dual import mean_at, power_at
+from .errors import TheoryError
+from .kernels import block_scales, layerwise, residual_kernels
+from .montecarlo import correlation_band, gradient_growth
+from .networks import FiniteNetwork
+from .spectrum import condition_number
+from .transition import Transition
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+COLOURS = {"straight": "#4477aa", "weight_mean": "#ee6677", "batch_norm": "#228833"}
+LABELS = {"straight": "straight", "weight_mean": "weight mean", "batch_norm": "BatchNorm"}
+
+
+def canvas(rows: int, columns: int, width: float, height: float) -> tuple[Figure, Any]:
+    """Return a figure without a window system, and its axes."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise TheoryError("figures need matplotlib: pip install 'mimicnorm[plot]'.") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for axis in axes.flat:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, axes if rows > 1 else axes[0]
+
+
+def save(figure: Figure, path: str | Path) -> None:
+    """Write the figure; the ending of the path chooses the format."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix != ".png":
+        figure.savefig(path)
+        return
+    from PIL import Image
+
+    figure.savefig(buffer := BytesIO(), dpi=100)
+    # a palette: hundreds of translucent lines would make a PNG of several hundred kilobytes
+    Image.open(buffer).convert("RGB").quantize(96).save(path, optimize=True)
+
+
+def _samples(inputs: Tensor | None, count: int, seed: int) -> Tensor:
+    """Return inputs with |x|^2 = n_0: the caller's, or a Gaussian mixture of 10 classes."""
+    rng = torch.Generator().manual_seed(seed)
+    if inputs is None:
+        centres = torch.randn(10, 784, dtype=torch.float64, generator=rng)
+        which = torch.randint(10, (count,), generator=rng)
+        x = centres[which] + torch.randn(count, 784, dtype=torch.float64, generator=rng) + 0.7
+    else:
+        flat = inputs.flatten(1).to(torch.float64)
+        x = flat[torch.randperm(len(flat), generator=rng)[:count]]
+    return x / x.norm(dim=1, keepdim=True) * math.sqrt(x.shape[1])
+
+
+def distributions(inputs: Tensor | None = None, seed: int = 0) -> Figure:
+    """Draw 30 channels of layers 20 and 50 over a batch of 2000 (paper figures 2 and 3)."""
+    x = _samples(inputs, 2000, seed)
+    figure, axes = canvas(2, 3, 10, 5)
+    pick = torch.randperm(256, generator=torch.Generator().manual_seed(seed))[:30]
+    for column, kind in enumerate(COLOURS):
+        net = FiniteNetwork(x.shape[1], 256, 51, Transition(kind), outputs=256, seed=seed, last_norm=True)
+        with torch.no_grad():
+            chosen = {i: h[:, pick] for i, h in enumerate(net.hidden(x), 1) if i in (20, 50)}
+        for row, (layer, h) in enumerate(chosen.items()):
+            box = axes[row][column].boxplot(h.T.tolist(), showfliers=False, widths=0.7, patch_artist=True)
+            for patch in box["boxes"]:
+                patch.set(facecolor=COLOURS[kind], alpha=0.5, lw=0.5)
+            axes[row][column].set(title=f"{LABELS[kind]}, layer {layer}", ylim=(-4.5, 4.5), xticks=[])
+            axes[row][column].axhline(0, color="0.6", lw=0.5, zorder=0)
+    axes[1][1].set_xlabel("30 channels, each a box over 2000 inputs")
+    axes[0][0].set_ylabel("pre-activation")
+    axes[1][0].set_ylabel("pre-activation")
+    return figure
+
+
+def transitions(inputs: Tensor | None = None, seed: int = 0) -> Figure:
+    """Draw the transition operators, their fixed points and a path to them (paper figure 4)."""
+    del inputs, seed
+    figure, axes = canvas(1, 2, 9, 4.2)
+    rho = torch.linspace(-1, 1, 401, dtype=torch.float64)
+    for axis, kind, start in zip(axes, ("straight", "weight_mean"), (-0.6, 0.97), strict=True):
+        t = Transition(kind)
+        axis.plot(rho, rho, color="0.6", lw=0.8)
+        axis.plot(rho, t(rho), color=COLOURS[kind], lw=2)
+        path = t.iterate(start, 25).tolist()
+        steps = list(pairwise(path))
+        xs = [v for a, b in steps for v in (a, a, b)]
+        ys = [v for i, (a, b) in enumerate(steps) for v in (a if i else -1.0, b, b)]
+        axis.plot(xs, ys, color="0.2", lw=0.7)
+        axis.plot([start], [-1.0], "|", color="0.2", clip_on=False)
+        for point in t.fixed_points:
+            face = "white" if point.stability == "unstable" else COLOURS[kind]
+            axis.plot([point.rho], [point.rho], "o", ms=8, mfc=face, mec=COLOURS[kind], mew=2, zorder=4)
+            words = f"{point.stability}, slope {point.slope:.3f}"
+            axis.annotate(
+                words,
+                (point.rho, point.rho),
+                xytext=(-14, -3 if point.rho else 6),
+                textcoords="offset points",
+                ha="right",
+            )
+        axis.set(title=LABELS[kind], xlabel="correlation before", ylabel="correlation after", aspect="equal")
+        axis.set(xlim=(-1, 1.08), ylim=(-1, 1.12))
+    return figure
+
+
+def correlations(inputs: Tensor | None = None, seed: int = 0) -> Figure:
+    """Draw the correlations of 200 pairs over 30 layers of width 300, with their band (appendix B.1)."""
+    x = _samples(inputs, 400, seed)
+    figure, axes = canvas(1, 3, 10, 3.3)
+    band = 1.96 * correlation_band(300)
+    for axis, kind in zip(axes, COLOURS, strict=True):
+        t = Transition(kind)
+        net = FiniteNetwork(x.shape[1], 300, 30, t, outputs=300, seed=seed, last_norm=True)
+        cosine = torch.nn.functional.cosine_similarity
+        with torch.no_grad():
+            # under BatchNorm the pairs run in one batch of 400
+            paths = torch.stack([cosine(h[:200], h[200:]) for h in net.hidden(x)])
+        layers = range(1, 31)
+        axis.plot(layers, paths, color=COLOURS[kind], lw=0.4, alpha=0.35)
+        axis.plot(layers, t.iterate(paths[0].mean(), 29), color="black", lw=1.5, label="infinite width")
+        if kind != "straight":
+            axis.axhspan(-band, band, color="0.85", zorder=0, label=f"95 % band at width 300: ±{band:.2f}")
+        axis.set(title=LABELS[kind], xlabel="layer", ylim=(-0.6, 1.05))
+        axis.legend(frameon=False, loc="lower right" if kind == "straight" else "upper right", fontsize=8)
+    axes[0].set_ylabel("correlation of a pair")
+    return figure
+
+
+def ntk(inputs: Tensor | None = None, seed: int = 0) -> Figure:
+    """Draw condition number, gradient growth and off-diagonal decay of the NTK over depth."""
+    x = _samples(inputs, 64, seed)
+    figure, axes = canvas(1, 3, 10, 3.3)
+    depth = 30
+    for kind in ("straight", "weight_mean"):
+        t, style = Transition(kind), {"color": COLOURS[kind], "label": LABELS[kind]}
+        path = list(layerwise(x, depth, t))
+        layers = range(1, depth + 1)
+        axes[0].plot(layers, [condition_number(k.ntk) for k in path], **style)
+        axes[0].plot(layers, [condition_number(k.nngp) for k in path], ls=":", color=COLOURS[kind])
+        axes[1].plot(layers, [t.chi1 ** (i - 1) for i in layers], **style)
+        off = [(k.ntk.sum() - k.ntk.trace()) / (len(x) - 1) / k.ntk.trace() for k in path]
+        axes[2].plot(layers, off, **style)
+    axes[0].axhline((len(x) + 3) / 3, color="0.6", lw=0.8)
+    axes[0].text(depth, (len(x) + 3) / 3, "(m + 3)/3", ha="right", va="top", color="0.4")
+    for kind, batch, mark in (
+        ("straight", 64, "o"),
+        ("weight_mean", 64, "o"),
+        ("batch_norm", 256, "s"),
+        ("batch_norm", 4, "v"),
+    ):
+        growth = gradient_growth(kind, width=128, depth=8, batch=batch, count=5, seed=seed).value
+        words = f"measured, batch {batch}" if kind == "batch_norm" else "measured"
+        at = [5, 10, 15, 20, 25, 30]
+        axes[1].plot(
+            at,
+            [growth ** (i - 1) for i in at],
+            mark,
+            ms=4,
+            color=COLOURS[kind],
+            label=f"{LABELS[kind]}, {words}",
+        )
+    axes[2].plot(layers, [0.5 ** (i - 1) for i in layers], color="0.6", lw=0.8, label="1/2 per layer")
+    axes[0].set(
+        title=f"condition number, {len(x)} points", xlabel="weight layers", yscale="log", ylim=(0.7, 5e5)
+    )
+    axes[0].plot([], [], ":", color="0.4", label="dotted: NNGP kernel")
+    axes[1].set(title="squared gradient, relative", xlabel="layers back", yscale="log", ylim=(1e-12, 1e14))
+    axes[2].set(title="off-diagonal / diagonal NTK", xlabel="weight layers", yscale="log", ylim=(1e-9, 2))
+    for axis, place in zip(axes, ("upper right", "lower left", "lower left"), strict=True):
+        axis.legend(frameon=False, fontsize=7, loc=place)
+    return figure
+
+
+def residual(inputs: Tensor | None = None, seed: int = 0) -> Figure:
+    """Draw the variance after each residual block for each rule of the branch scalar."""
+    x = _samples(inputs, 256, seed)
+    figure, axes = canvas(1, 1, 6, 3.8)
+    blocks = 16
+    # the authors' weights of variance 2/n lose 1 - 1/pi per centred layer; their scalar gives 1.2^2 back
+    code = [1.2**2 * (1 - 1 / math.pi) / s for s in range(1, blocks + 1)]
+    rules = {
+        "weight mean, 1/sqrt(l) (paper)": ("weight_mean", block_scales("sqrt", blocks), "#ee6677"),
+        "BatchNorm": ("batch_norm", block_scales("none", blocks), "#228833"),
+        "weight mean, 1.2^k / l (code)": ("weight_mean", code, "#ccbb44"),
+        "weight mean, no scalar": ("weight_mean", block_scales("none", blocks), "#4477aa"),
+    }
+    for label, (kind, scales, colour) in rules.items():
+        t = Transition(kind)
+        theory = [1.0] + [
+            float(residual_kernels(x[:2], b, t, scale=scales[:b]).rows[0]) for b in range(1, blocks + 1)
+        ]
+        net = FiniteNetwork(
+            x.shape[1], 256, blocks, t, residual=scales, readout=False, seed=seed, last_norm=True
+        )
+        with torch.no_grad():
+            measured = [float((h**2).mean()) for h in net.hidden(x)]
+        # the paper's rule and BatchNorm coincide: the wider line shows below the thinner
+        wide = 5.0 if label.endswith("(paper)") else 1.5
+        axes[0].plot(
+            range(blocks + 1), theory, color=colour, label=label, lw=wide, alpha=0.5 if wide > 2 else 1
+        )
+        axes[0].plot(range(blocks + 1), measured, "o", ms=3.5, color=colour)
+    axes[0].set(
+        yscale="log",
+        xlabel="residual block",
+        ylabel="variance",
+        title="lines: theory; dots: one net, width 256",
+    )
+    axes[0].legend(frameon=False, fontsize=8)
+    return figure
+
+
+def phase(inputs: Tensor | None = None, seed: int = 0) -> Figure:
+    """Draw the phases in the (sigma_w, sigma_b) plane for ReLU (with and without centring) and tanh."""
+    del inputs, seed
+    figure, axes = canvas(1, 3, 10, 3.4)
+    # tanh is odd: there is no mean for weight mean to take
+    cases = [("relu", "straight"), ("relu", "weight_mean"), ("tanh", "straight")]
+    for axis, (activation, kind) in zip(axes, cases, strict=True):
+        t = Transition(kind, activation)
+        # along the curve chi1 = 1 at variance q: sigma_w2 = 1 / E[phi'^2], and sigma_b2 is what q leaves
+        q = torch.logspace(-4, 2.3, 300, dtype=torch.float64)
+        power, slope = power_at(t.activation, q)
+        power = power - mean_at(t.activation, q) ** 2 if t.centred else power
+        w, b = (1 / slope).sqrt(), (q - power / slope).clamp(min=0).sqrt()
+        top = 1.0
+        if activation == "relu":
+            edge = math.sqrt(float(1 / t.layer_power(torch.tensor(1.0, dtype=torch.float64))[0]))
+            axis.axvspan(0, math.sqrt(2), color="#4477aa", alpha=0.25, lw=0)
+            axis.axvspan(math.sqrt(2), edge, color="#ee6677", alpha=0.25, lw=0)
+            axis.axvspan(edge, 3, color="0.85", lw=0)
+            axis.axvline(math.sqrt(2), color="black", lw=1.5)
+            axis.text((edge + 3) / 2, 0.5, "unbounded\nvariance", ha="center", color="0.3")
+            if edge > 1.5:
+                axis.text(
+                    (edge + math.sqrt(2)) / 2, 0.5, "chaotic", ha="center", rotation=90, color="#aa3344"
+                )
+            axis.text(0.7, 0.5, "ordered", ha="center", color="#224466")
+        else:
+            axis.fill_betweenx(b, 0, w, color="#4477aa", alpha=0.25, lw=0)
+            axis.fill_betweenx(b, w, 3, color="#ee6677", alpha=0.25, lw=0)
+            axis.plot(w, b, color="black", lw=1.5)
+            axis.text(0.6, 0.6, "ordered", ha="center", color="#224466")
+            axis.text(2.5, 0.2, "chaotic", ha="center", color="#aa3344")
+        stable = math.sqrt(Transition(kind, activation).weight_variance)
+        axis.plot([stable], [0], "k*", ms=11, clip_on=False, zorder=5)
+        name = LABELS[kind] if activation == "relu" else "straight or weight mean"
+        axis.set(title=f"{activation}, {name}", xlabel="sigma_w", xlim=(0, 3), ylim=(0, top))
+    axes[0].set_ylabel("sigma_b   (star: stable, no bias)")
+    return figure
+
+
+_DRAWERS: dict[str, Callable[..., Figure]] = {
+    "distributions": distributions,
+    "transitions": transitions,
+    "correlations": correlations,
+    "ntk": ntk,
+    "residual": residual,
+    "phase": phase,
+}
+NAMES = tuple(_DRAWERS)
+
+
+def draw(name: str, path: str | Path, *, inputs: Tensor | None = None, seed: int = 0) -> None:
+    """Draw one figure of `NAMES` to a file.
+
+    Args:
+        name: one of `NAMES`.
+        path: its ending chooses the format.
+        inputs: samples (m, ...) for the figures that take data, such as MNIST; Gaussian mixtures when not
+            given.
+        seed: of samples and weights.
+    """
+    if name not in _DRAWERS:
+        raise TheoryError(f"unknown figure {name!r}: choose one of {', '.join(NAMES)}.")
+    save(_DRAWERS[name](inputs=inputs, seed=seed), path)

@@ -1,0 +1,294 @@
+"""Each statement of the theory measured on random draws: estimate, standard error, prediction."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .activations import resolve
+from .dual import dual
+from .empirical import empirical_ntk
+from .errors import TheoryError
+from .kernels import Scales, kernels, residual_kernels
+from .networks import FiniteNetwork
+from .spectrum import condition_number
+from .transition import Transition
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A measured mean with its standard error over `count` independent draws, and what the theory says."""
+
+    statement: str
+    value: float
+    standard_error: float
+    predicted: float
+    count: int
+    seed: int
+
+    @property
+    def sigmas(self) -> float:
+        """Distance from the prediction in standard errors."""
+        return abs(self.value - self.predicted) / max(self.standard_error, 1e-300)
+
+    def __str__(self) -> str:
+        """Return one line for a table."""
+        return (
+            f"{self.statement}: {self.value:.5g} +- {self.standard_error:.2g} (n = {self.count}), "
+            f"predicted {self.predicted:.5g}, {self.sigmas:.1f} sigma"
+        )
+
+
+def _estimate(
+    statement: str, draw: Callable[[int], float], predicted: float, count: int, seed: int
+) -> Estimate:
+    if count < 2:
+        raise TheoryError(f"count must be at least 2 for a standard error, not {count}.")
+    values = torch.tensor([draw(seed + i) for i in range(count)], dtype=torch.float64)
+    error = float(values.std() / math.sqrt(count))
+    return Estimate(statement, float(values.mean()), error, predicted, count, seed)
+
+
+def correlated_pair(n: int, rho: float, seed: int, batch: int | None = None) -> tuple[Tensor, Tensor]:
+    """Draw u, v of n independent standard normal pairs with correlation rho (the paper's Omega_n(rho))."""
+    rng = torch.Generator().manual_seed(seed)
+    shape = (n,) if batch is None else (batch, n)
+    u, z = (torch.randn(shape, dtype=torch.float64, generator=rng) for _ in range(2))
+    return u, rho * u + math.sqrt(1 - rho**2) * z
+
+
+def dual_activation(
+    activation: Any = "relu", rho: float = 0.5, *, count: int = 100, seed: int = 0
+) -> Estimate:
+    """Measure E[phi(u) phi(v)] (paper eq. 4), each draw a mean over 10,000 pairs."""
+    phi = resolve(activation)
+
+    def draw(s: int) -> float:
+        u, v = correlated_pair(10_000, rho, s)
+        return float((phi(u) * phi(v)).mean())
+
+    return _estimate(f"dual {phi.name} at {rho:g}", draw, float(dual(phi, rho)), count, seed)
+
+
+def lemma1(
+    n: int = 64, rho: float = 0.5, activation: Any = "relu", *, count: int = 400, seed: int = 0
+) -> Estimate:
+    """Measure E_W[phi(u)^T Wbar^T Wbar phi(v)] / (n_o (n - 1)); Lemma 1 says phihat(rho) - phihat(0).
+
+    The factor is (n_i - 1)/n_i, n_i the fan-in; the appendix prints n_o.
+    """
+    phi, n_out = resolve(activation), 32
+
+    def draw(s: int) -> float:
+        rng = torch.Generator().manual_seed(s)
+        w = torch.randn(n_out, n, dtype=torch.float64, generator=rng)
+        w = w - w.mean(1, keepdim=True)
+        u, v = correlated_pair(n, rho, s + 10**6, batch=64)
+        return float(((phi(u) @ w.T) * (phi(v) @ w.T)).sum(1).mean()) / (n_out * (n - 1))
+
+    predicted = float(dual(phi, rho) - dual(phi, 0.0))
+    return _estimate(f"Lemma 1 at n = {n}, rho = {rho:g}", draw, predicted, count, seed)
+
+
+def theorem1(
+    kind: str = "weight_mean",
+    points: int = 8,
+    depth: int = 10,
+    width: int = 256,
+    *,
+    count: int = 8,
+    seed: int = 0,
+) -> Estimate:
+    """Measure the condition number of the NTK of random networks on m orthogonal inputs of unit variance.
+
+    By symmetry the expected NTK has one value d on the diagonal and one, o, off it, so that its condition
+    number is (d + (m - 1) o) / (d - o); the error is a jackknife's over networks. It tends to 1 in the
+    chaotic phase and to (m + 3)/3 on the critical line (ReLU) as depth grows.
+    """
+    transition = Transition(kind)
+    x = torch.eye(points, dtype=torch.float64) * math.sqrt(points)
+    nets = [FiniteNetwork(points, width, depth, transition, seed=seed + i, outputs=4) for i in range(count)]
+    ntks = torch.stack([empirical_ntk(net, x) for net in nets])
+
+    def condition(mean: Tensor) -> float:
+        d = float(mean.diagonal().mean())
+        o = (float(mean.sum()) / points - d) / (points - 1)
+        return (d + (points - 1) * o) / (d - o)
+
+    left_out = torch.tensor([condition((ntks.sum(0) - one) / (count - 1)) for one in ntks])
+    error = float(left_out.std(correction=0) * math.sqrt(count - 1))
+    predicted = condition_number(kernels(x, depth, transition).ntk)
+    statement = f"NTK condition, {kind}, {points} points, depth {depth}, width {width}"
+    return Estimate(statement, condition(ntks.mean(0)), error, predicted, count, seed)
+
+
+def theorem2(
+    n: int = 64,
+    rho: float = 0.5,
+    activation: Any = "relu",
+    *,
+    count: int = 40,
+    batch: int = 4000,
+    seed: int = 0,
+) -> Estimate:
+    """Measure the BatchNorm transition of one random layer of fan-in n; W cancels, so any width will do."""
+    transition = Transition("batch_norm", activation)
+
+    def draw(s: int) -> float:
+        rng = torch.Generator().manual_seed(s)
+        w = torch.randn(32, n, dtype=torch.float64, generator=rng)
+        u, v = correlated_pair(n, rho, s + 10**6, batch=batch)
+        h = torch.cat([transition.activation(u), transition.activation(v)]) @ w.T
+        a, b = ((h - h.mean(0)) / h.std(0)).split(batch)
+        return float((a * b).mean())
+
+    statement = f"Theorem 2, BN transition at n = {n}, rho = {rho:g}"
+    return _estimate(statement, draw, float(transition(rho)), count, seed)
+
+
+def theorem3(
+    kind: str = "weight_mean",
+    rho: float = 0.5,
+    depth: int = 1,
+    activation: Any = "relu",
+    *,
+    width: int = 512,
+    count: int = 40,
+    seed: int = 0,
+) -> Estimate:
+    """Measure the kernel of a pair after `depth` stably initialised layers: T applied depth times.
+
+    The kernel, not the correlation, whose expectation is biased at finite width.
+    """
+    transition = Transition(kind, activation)
+
+    def draw(s: int) -> float:
+        net = FiniteNetwork(2, width, depth + 1, transition, outputs=width, seed=s)
+        # rows whose first-layer kernel is exactly ((1, rho), (rho, 1))
+        x = torch.tensor([[1.0, 0.0], [rho, math.sqrt(1 - rho**2)]], dtype=torch.float64) * math.sqrt(2)
+        with torch.no_grad():
+            h = net(x)
+        return float((h[0] * h[1]).mean())
+
+    x = torch.tensor([[1.0, 0.0], [rho, math.sqrt(1 - rho**2)]], dtype=torch.float64) * math.sqrt(2)
+    predicted = float(kernels(x, depth + 1, transition).nngp[0, 1])
+    statement = (
+        f"{kind} {transition.activation.name}, kernel of a pair, rho = {rho:g}, depth {depth}, width {width}"
+    )
+    return _estimate(statement, draw, predicted, count, seed)
+
+
+def tangent_kernel(
+    transition: Transition,
+    rho: float = 0.5,
+    depth: int = 3,
+    *,
+    width: int = 256,
+    outputs: int = 4,
+    count: int = 20,
+    seed: int = 0,
+) -> Estimate:
+    """Measure the NTK of a pair of inputs on real networks against the recursion of `kernels`."""
+    x = torch.tensor([[1.0, 0.0], [rho, math.sqrt(1 - rho**2)]], dtype=torch.float64) * math.sqrt(2)
+
+    def draw(s: int) -> float:
+        net = FiniteNetwork(2, width, depth, transition, outputs=outputs, seed=s)
+        return float(empirical_ntk(net, x[:1], x[1:]))
+
+    name = transition.activation.name
+    statement = f"NTK {transition.kind} {name}, rho = {rho:g}, depth {depth}, width {width}"
+    return _estimate(statement, draw, float(kernels(x, depth, transition).ntk[0, 1]), count, seed)
+
+
+def gradient_growth(
+    kind: str = "weight_mean",
+    *,
+    width: int = 512,
+    depth: int = 6,
+    batch: int = 64,
+    count: int = 20,
+    seed: int = 0,
+) -> Estimate:
+    """Measure the backward growth per layer of the squared gradient by the pre-activations: chi1.
+
+    Under BatchNorm chi1 is the limit of large batches; small ones grow faster.
+    """
+    transition = Transition(kind)
+
+    def draw(s: int) -> float:
+        rng = torch.Generator().manual_seed(s + 10**6)
+        x = torch.randn(batch, 64, dtype=torch.float64, generator=rng)
+        net = FiniteNetwork(64, width, depth, transition, outputs=width, last_norm=True, seed=s)
+        hidden = list(net.hidden(x))
+        cotangent = torch.randn(batch, width, dtype=torch.float64, generator=rng)
+        # not the last step: BatchNorm's backward first projects a random cotangent
+        gradients = torch.autograd.grad(hidden[-1], (hidden[0], hidden[-2]), cotangent)
+        return float((gradients[0].norm() / gradients[1].norm()) ** (2 / (depth - 2)))
+
+    statement = f"gradient growth per layer, {kind}, batch {batch}"
+    return _estimate(statement, draw, transition.chi1, count, seed)
+
+
+def correlation_spread(
+    *, width: int = 300, depth: int = 30, pairs: int = 200, count: int = 10, seed: int = 0
+) -> Estimate:
+    """Measure the spread of correlations deep in a weight-mean ReLU network (appendix B.1).
+
+    Each layer adds sampling noise of variance about 1/width to a correlation and shrinks what it inherits by
+    a = T'(0): the sd is sqrt((1 + 1/(1 - a^2)) / width).
+    """
+    transition = Transition("weight_mean")
+
+    def draw(s: int) -> float:
+        rng = torch.Generator().manual_seed(s + 10**6)
+        x = torch.randn(2 * pairs, 784, dtype=torch.float64, generator=rng)
+        net = FiniteNetwork(784, width, depth, transition, outputs=width, seed=s)
+        with torch.no_grad():
+            h = net(x)
+        rho = torch.nn.functional.cosine_similarity(h[:pairs], h[pairs:])
+        return float((rho**2).mean().sqrt())
+
+    predicted = correlation_band(width)
+    return _estimate(f"sd of the correlation at width {width}, depth {depth}", draw, predicted, count, seed)
+
+
+def correlation_band(width: int, activation: Any = "relu") -> float:
+    """Return the sd of a correlation deep in a weight-mean network (see `correlation_spread`).
+
+    Example:
+        >>> round(1.96 * correlation_band(300), 3)
+        0.201
+    """
+    a = float(Transition("weight_mean", activation).derivative(0.0))
+    return math.sqrt((1 + 1 / (1 - a**2)) / width)
+
+
+def residual_variance(
+    kind: str = "weight_mean",
+    scale: Scales = "sqrt",
+    blocks: int = 8,
+    *,
+    width: int = 256,
+    batch: int = 128,
+    count: int = 10,
+    seed: int = 0,
+) -> Estimate:
+    """Measure the variance after the residual blocks; 1/sqrt(l) gives blocks + 1, as BatchNorm does."""
+    transition = Transition(kind)
+    x = torch.randn(batch, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    x = x / x.norm(dim=1, keepdim=True) * 8
+
+    def draw(s: int) -> float:
+        net = FiniteNetwork(
+            64, width, blocks, transition, residual=scale, readout=False, seed=s, last_norm=True
+        )
+        with torch.no_grad():
+            return float((net(x) ** 2).mean())
+
+    predicted = float(residual_kernels(x[:2], blocks, transition, scale=scale).rows[0])
+    return _estimate(f"variance after {blocks} blocks, {kind}, scale {scale}", draw, predicted, count, seed)
