@@ -17,11 +17,11 @@ import time
 from collections import Counter
 
 import torch
+import zoo
 from provenance import RESULTS, provenance, save
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import zoo
 from mimicnorm.convert import convert_
 from mimicnorm.errors import MimicNormError
 from mimicnorm.layers import LastNorm
@@ -154,7 +154,12 @@ def main() -> None:
             try:
                 row = examine(source, name)
             except Exception as error:
-                row = {"source": source, "name": name, "outcome": "error", "why": f"{type(error).__name__}: {error}"[:600]}
+                row = {
+                    "source": source,
+                    "name": name,
+                    "outcome": "error",
+                    "why": f"{type(error).__name__}: {error}"[:600],
+                }
             print(f"{i + 1}/{len(todo)} {source}:{name} {row['outcome']} {row.get('why', '')[:200]}", flush=True)
         rows.append(row)
         with log.open("a") as f:

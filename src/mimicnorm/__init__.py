@@ -32,7 +32,7 @@ _WHERE = {
 }
 _MODULES = ("errors", "layers", "memory", "methods", "microbatch", "theory")
 
-__all__ = [*_WHERE, *_MODULES]  # noqa: PLE0604
+__all__ = [*_WHERE, *_MODULES]
 
 if TYPE_CHECKING:
     from mimicnorm import errors, layers, memory, methods, microbatch, theory

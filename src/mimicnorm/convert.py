@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from mimicnorm.errors import CheckError, RefusedError
+from mimicnorm.errors import CheckError, MimicNormError, RefusedError
 from mimicnorm.init import initialise
 from mimicnorm.layers import (
     LastNorm,
@@ -98,7 +98,7 @@ def convert_(
         _operate(model, report)
         steps = (tuple(report.norms), tuple(report.layers), tuple(report.heads))
         model._mimicnorm = Conversion(report.method, *steps, report.init)  # pyrefly: ignore
-        record(model, example)
+        _still_runs(model, example)
         if report.init is not None:
             initialise(model, report.layers, report.norms, report.init, example)
     return report
@@ -106,11 +106,9 @@ def convert_(
 
 def convert(model: nn.Module, method: Method, **kwargs: Any) -> nn.Module:
     """A converted deep copy; the argument is untouched. Keywords as for ``convert_``."""
-    if isinstance(model, nn.Module):
-        plan(model, method, **kwargs).require()  # refuse before copying
-        model = copy.deepcopy(model)
-    convert_(model, method, **kwargs)
-    return model
+    twin = copy.deepcopy(model) if isinstance(model, nn.Module) else model
+    convert_(twin, method, **kwargs)
+    return twin
 
 
 def init_(model: nn.Module, init: str = "theory", *, example: Any = None) -> None:
@@ -165,6 +163,17 @@ def _conversions(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
+def _still_runs(model: nn.Module, example: Any) -> None:
+    """Run the converted network on fake tensors: code that reads a BatchNorm's attributes shows here."""
+    try:
+        record(model, example)
+    except MimicNormError as error:
+        raise RefusedError(
+            f"without its BatchNorms the network does not run any more, so it was put back as it was: {error} "
+            "Leave the BatchNorm that its code reads with where=."
+        ) from error
+
+
 # -- the surgery -------------------------------------------------------------------------------------------------
 
 
@@ -217,13 +226,14 @@ def _beta(norm: nn.Module) -> Parameter | None:
 def _operate_on_norm(norm: nn.Module, step: NormStep, beta: Parameter | None, report: Report) -> None:
     instead: nn.Module | None = None
     if step.action == "shift":
-        instead = Shift(beta)
+        instead = Shift(beta).train(norm.training)
         if beta is not None:
             suffix = "instead.bias" if step.keeps else "bias"
             report.moved_parameters[f"{step.name}.bias"] = f"{step.name}.{suffix}"
     elif step.action == "scale":
         like = beta if beta is not None else next(iter(norm.buffers()), torch.empty(0))
-        instead = Scale(torch.full((1,), step.scale, device=like.device, dtype=like.dtype), beta)
+        value = torch.full((1,), step.scale or 1.0, device=like.device, dtype=like.dtype)
+        instead = Scale(value, beta).train(norm.training)
         suffix = "instead.residual_scale" if step.keeps else "residual_scale"
         report.new_parameters.append((f"{step.name}.{suffix}", instead.residual_scale))
     if step.keeps:
@@ -235,7 +245,9 @@ def _operate_on_norm(norm: nn.Module, step: NormStep, beta: Parameter | None, re
 
 def become(module: nn.Module, other: nn.Module) -> None:
     """Let a module take the class and state of another; it stays the same object, with its flag and its hooks."""
-    hooks = {k: v for k, v in module.__dict__.items() if k.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))}
+    hooks = {
+        k: v for k, v in module.__dict__.items() if k.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
+    }
     training = module.training
     module.__class__ = type(other)
     module.__dict__.clear()
@@ -255,7 +267,7 @@ def _all_or_nothing(model: nn.Module, report: Report) -> Iterator[None]:
     values = [(p, p.detach().clone()) for p in written.values()]
     try:
         yield
-    except BaseException as error:
+    except BaseException:
         for m, (cls, attributes), registry in zip(modules, before, registries, strict=True):
             m.__class__ = cls
             m.__dict__.clear()
@@ -265,8 +277,4 @@ def _all_or_nothing(model: nn.Module, report: Report) -> Iterator[None]:
                 m.__dict__[key].update(saved)
         for p, value in values:
             p.data.copy_(value)
-        if isinstance(error, (RefusedError, KeyboardInterrupt)) or not isinstance(error, Exception):
-            raise
-        raise RefusedError(
-            f"the network was converted but did not run any more, and was put back as it was: {error}"
-        ) from error
+        raise

@@ -1,4 +1,4 @@
-"""The gain of a layer, by what feeds it.
+"""The gain of a layer, by what feeds it; and whether the theory covers a network at all.
 
 A centred layer wants weights of standard deviation g / sqrt(n) with g = 1/sd(phi(z)) times sqrt(n/(n-1)); one
 that is not centred, g = 1/rms(phi(z)). Behind a concat the input is a mixture of activations.
@@ -7,7 +7,7 @@ that is not centred, g = 1/rms(phi(z)). Behind a concat the input is a mixture o
 from __future__ import annotations
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from mimicnorm.flow import carried
@@ -17,6 +17,16 @@ from mimicnorm.theory.activations import ActivationStats, activation_stats
 from mimicnorm.theory.errors import TheoryError
 
 _DRIFT_LIMIT = 1.0 + 1e-6
+_PASSES_ON = (
+    Kind.VIEW,
+    Kind.PAD,
+    Kind.DROPOUT,
+    Kind.POOL,
+    Kind.RESIZE,
+    Kind.CONSTANT,
+    Kind.PRODUCT,
+    Kind.SOFTMAX,
+)
 
 
 @dataclass(frozen=True)
@@ -25,16 +35,14 @@ class Feed:
 
     Attributes:
         parts: (activation name, its statistics, share of the input).
-        obstacles: Operations on the way that have no formula; empty where the gain is exact.
     """
 
     parts: tuple[tuple[str, ActivationStats, float], ...]
-    obstacles: tuple[str, ...]
 
     @property
     def name(self) -> str:
         """The activation, or the mixture, in a word."""
-        return "+".join(dict.fromkeys(name for name, _, _ in self.parts))
+        return "+".join(name for name, _, _ in self.parts)
 
     def gain(self, centred: bool, fan_in: int) -> float:
         """1/sd of the fed values with the exact factor in n if centred, else 1/rms."""
@@ -44,65 +52,58 @@ class Feed:
             return 1 / math.sqrt(second)
         return math.sqrt(fan_in / (fan_in - 1)) / math.sqrt(second - mean**2)
 
-    @property
-    def drifts(self) -> bool:
-        """Whether an activation amplifies a deviation of the variance from layer to layer (dV/dq > 1)."""
-        return any(s.variance_slope > _DRIFT_LIMIT for _, s, _ in self.parts)
+
+def feed(layer: Node) -> Feed:
+    """What feeds a layer's call."""
+    merged: dict[str, tuple[ActivationStats, float]] = {}
+    for name, stats, share in _parts(layer.inputs[0], 1.0):
+        merged[name] = (stats, share + (merged[name][1] if name in merged else 0.0))
+    return Feed(tuple((name, stats, share) for name, (stats, share) in merged.items()))
 
 
-def feed(layer: Node, planned: Container[str]) -> Feed:
-    """What feeds a layer's call; ``planned`` are the layers whose scale will be set."""
-    obstacles: dict[str, None] = {}
-    parts: dict[str, tuple[ActivationStats, float]] = {}
-    for name, stats, share in _parts(layer.inputs[0], 1.0, obstacles, planned):
-        parts[name] = (stats, share + (parts[name][1] if name in parts else 0.0))
-    return Feed(tuple((name, stats, share) for name, (stats, share) in parts.items()), tuple(obstacles))
-
-
-def _parts(
-    node: Node, share: float, obstacles: dict[str, None], planned: Container[str]
-) -> list[tuple[str, ActivationStats, float]]:
-    while True:
-        if node.kind is Kind.ACTIVATION:
-            return [(*_activation(node, obstacles), share)]
-        if node.kind is Kind.CONCAT:
-            sizes = [n.shape.numel() for n in node.inputs]
-            found = []
-            for operand, size in zip(node.inputs, sizes, strict=True):
-                found += _parts(operand, share * size / sum(sizes), obstacles, planned)
-            return found
-        if node.kind not in (
-            Kind.VIEW,
-            Kind.PAD,
-            Kind.DROPOUT,
-            Kind.POOL,
-            Kind.RESIZE,
-            Kind.CONSTANT,
-            Kind.PRODUCT,
-            Kind.SOFTMAX,
-        ):
-            if node.kind is Kind.OPAQUE or (node.kind is Kind.SUM and _sums_activations(node)):
-                obstacles[f"{node.op} of activations" if node.kind is Kind.SUM else node.op] = None
-            if node.kind is Kind.LAYER and node.layer not in planned:
-                obstacles[f"layer {node.layer or node.where} without BatchNorm"] = None
-            return [("identity", activation_stats("identity"), share)]
-        if node.kind in (Kind.RESIZE, Kind.PRODUCT, Kind.SOFTMAX):
-            obstacles["gate" if node.kind is Kind.PRODUCT else node.op] = None
-        elif node.kind is Kind.POOL and "max" not in node.op:
-            obstacles[node.op] = None
-        elif node.kind is Kind.CONSTANT and node.op not in ("add", "sub"):
-            obstacles[f"{node.op} by a constant"] = None
-        before = carried(node)
-        if before is None:
-            return [("identity", activation_stats("identity"), share)]
+def _parts(node: Node, share: float) -> list[tuple[str, ActivationStats, float]]:
+    while node.kind in _PASSES_ON and (before := carried(node)) is not None:
         node = before
+    if node.kind is Kind.ACTIVATION:
+        known = activation(node)
+        return [(*known, share)] if known is not None else [("identity", activation_stats("identity"), share)]
+    if node.kind is Kind.CONCAT:
+        sizes = [n.shape.numel() for n in node.inputs]
+        operands = zip(node.inputs, sizes, strict=True)
+        return [part for n, size in operands for part in _parts(n, share * size / sum(sizes))]
+    return [("identity", activation_stats("identity"), share)]
 
 
-def _sums_activations(node: Node) -> bool:
-    return any(n.kind in (Kind.ACTIVATION, Kind.POOL) for n in node.inputs)
+def without_formula(nodes: Iterable[Node], planned: Container[str]) -> str | None:
+    """The first operation on the way whose effect on the variance the theory does not give, in words.
+
+    Max pooling and zero padding count as covered, as in the paper: they move the variance by a bounded factor.
+    """
+    for node in nodes:
+        reason = None
+        if node.kind in (Kind.RESIZE, Kind.SOFTMAX, Kind.OPAQUE):
+            reason = node.op
+        elif node.kind is Kind.PRODUCT:
+            reason = "a gate or product"
+        elif node.kind is Kind.POOL and "max" not in node.op:
+            reason = node.op
+        elif node.kind is Kind.CONSTANT and node.op not in ("add", "sub"):
+            reason = f"{node.op} by a constant"
+        elif node.kind is Kind.LAYER and (node.layer is None or node.layer not in planned):
+            reason = f"layer {node.layer or node.op!r} without BatchNorm"
+        elif node.kind is Kind.ACTIVATION:
+            known = activation(node)
+            if known is None:
+                reason = node.op
+            elif known[1].variance_slope > _DRIFT_LIMIT:
+                return f"under {known[0]} the variance drifts with depth"
+        if reason is not None:
+            return f"no formula for {reason}{f' in {node.where}' if node.where else ''}"
+    return None
 
 
-def _activation(node: Node, obstacles: dict[str, None]) -> tuple[str, ActivationStats]:
+def activation(node: Node) -> tuple[str, ActivationStats] | None:
+    """Name and statistics of a recorded activation with its settings, or None if no formula is known."""
     given = dict(node.settings)
     positional = given.pop("positional", [])
     name, parameters = node.op, {}
@@ -115,10 +116,9 @@ def _activation(node: Node, obstacles: dict[str, None]) -> tuple[str, Activation
     elif name in ("clamp", "clip", "clamp_min", "hardtanh"):
         name, parameters = _clamp(name, positional, given)
     try:
-        return name, activation_stats(name, **parameters)
+        return name, activation_stats(name, None, **parameters)
     except (TheoryError, TypeError, ValueError):
-        obstacles[node.op] = None
-        return node.op, activation_stats("identity")
+        return None
 
 
 def _clamp(name: str, positional: list, given: dict) -> tuple[str, dict[str, float]]:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mimicnorm.errors import ExampleError, InitError
+from mimicnorm.isolate import untouched
 from mimicnorm.layers import LastNorm, Scale, Shift, WeightMean
-from mimicnorm.record import call_arguments, describe, untouched
+from mimicnorm.record import call_arguments, describe
 from mimicnorm.steps import LayerStep, NormStep
 
 
@@ -158,5 +159,3 @@ class _NoDropout(TorchFunctionMode):
         if func in (F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout):
             return args[0] if args else kwargs["input"]
         return func(*args, **kwargs)
-
-

@@ -43,9 +43,7 @@ class Method:
         if self.residual not in ("sqrt", "linear", None):
             raise MimicNormError(f'{type(self).__name__}: residual={self.residual!r}; use "sqrt", "linear" or None')
         if not isinstance(self.min_fan_in, int) or self.min_fan_in < 1:
-            raise MimicNormError(
-                f"{type(self).__name__}: min_fan_in={self.min_fan_in!r}; use a whole number from 1 on"
-            )
+            raise MimicNormError(f"{type(self).__name__}: min_fan_in={self.min_fan_in!r}; use a whole number from 1 on")
 
     def branch_scale(self, v: float) -> float | None:
         """The scalar a residual branch starts with where the predicted variance is ``v``."""
@@ -122,7 +120,8 @@ def as_method(value: object) -> Method:
         raise MimicNormError(f"method is the class {value.__name__}; pass an object: {value.__name__}()")
     if isinstance(value, str):
         return method(value)
-    raise MimicNormError(f"method must be one of {', '.join(m.__name__ + '()' for m in METHODS.values())}; got {value!r}")
+    known = ", ".join(f"{m.__name__}()" for m in METHODS.values())
+    raise MimicNormError(f"method must be one of {known}; got {value!r}")
 
 
 def settings(m: Method) -> dict:

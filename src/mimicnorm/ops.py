@@ -63,8 +63,11 @@ _NAMES: dict[Kind, str] = {
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 FACTORIES = frozenset(
-    """new_empty new_zeros new_ones new_full new_tensor new_empty_strided empty_like zeros_like ones_like
-    full_like rand_like randn_like randint_like size numel dim stride is_floating_point is_complex""".split()
+    {
+        *("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided"),
+        *("empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("size", "numel", "dim", "stride", "is_floating_point", "is_complex"),
+    }
 )
 """Functions of a tensor whose result depends on its shape and type alone."""
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mimicnorm import flow, probe
 from mimicnorm.errors import MimicNormError, RefusedError
-from mimicnorm.gains import Feed, feed
-from mimicnorm.layers import LastNorm, LastNormed, WeightMean, fan_in, plain_kind
+from mimicnorm.gains import feed, without_formula
+from mimicnorm.layers import LastNorm, LastNormed, WeightMean, fan_in
 from mimicnorm.methods import Method, as_method
 from mimicnorm.ops import Kind
 from mimicnorm.record import Graph, Node, is_batch_norm, record
@@ -74,13 +74,15 @@ def _check_arguments(model: Any, init: Any, where: Any) -> None:
         raise MimicNormError(f'init={init!r}; use "auto", "theory", "calibrate" or None')
     if where is not None and not callable(where):
         raise MimicNormError("where must be a function (module, qualified_name) -> bool")
-    if isinstance(model, (DistributedDataParallel, DataParallel)):
-        raise RefusedError(f"the model is wrapped in {type(model).__name__}. Convert model.module, then wrap it.")
     for name, m in model.named_modules():
+        if isinstance(m, (DistributedDataParallel, DataParallel)):
+            raise RefusedError(
+                f"{name or 'the model'} is wrapped in {type(m).__name__}. Convert the .module inside, then wrap it."
+            )
         if isinstance(m, torch._dynamo.OptimizedModule):
             raise RefusedError(f"{name or 'the model'} is compiled. Convert the plain module, then torch.compile it.")
         if isinstance(m, torch.jit.ScriptModule):
-            raise RefusedError(f"{name or 'the model'} is a TorchScript module. Convert the Python module it came from.")
+            raise RefusedError(f"{name or 'the model'} is a TorchScript module. Convert the Python module behind it.")
         if isinstance(m, LazyModuleMixin) and m.has_uninitialized_params():  # pyrefly: ignore
             raise RefusedError(f"{name or 'the model'} is lazy and has no shape yet. Run the model once, then convert.")
         if type(m).__name__.startswith("FSDP"):
@@ -123,7 +125,7 @@ class _Planner:
         self.plan.layers = list(layers.values())
         self._init(init)
         if len(self.left) == len(self.norms):
-            self.refuse("", "where= leaves every BatchNorm as it is, so there is nothing to convert", "Let it accept some")
+            self.refuse("", "where= leaves every BatchNorm, so there is nothing to convert", "Let it accept some")
         return self.plan
 
     def refuse(self, name: str, reason: str, remedy: str) -> None:
@@ -179,7 +181,7 @@ class _Planner:
                 continue
             if any(flow.on_raw_input(call) for call in calls):
                 self.refuse(
-                    name,
+                    name or "(root)",
                     "this BatchNorm normalises the model's own input: data normalisation, not a hidden layer",
                     "Leave it out with where=lambda module, name: name != "
                     f"{name!r}, or normalise the data and remove it",
@@ -200,7 +202,7 @@ class _Planner:
     def _take(self, call: Node, role: str) -> None:
         assert call.layer is not None
         if call.layer in self.head_names:
-            self.refuse(call.layer, "is named as a head but a BatchNorm follows it", "Name the layer that makes the logits")
+            self.refuse(call.layer, "is the head, yet a BatchNorm follows it", "Name the layer that makes the logits")
         self.roles.setdefault(call.layer, (call, role))
 
     def _branch_last_layers(self) -> None:
@@ -259,7 +261,7 @@ class _Planner:
         steps: dict[str, LayerStep] = {}
         for name, (call, role) in sorted(self.roles.items(), key=lambda item: item[1][0].index):
             module = self.modules[name]
-            fed = feed(call, self.roles)
+            fed = feed(call)
             weight: Tensor = module.weight  # pyrefly: ignore
             n = fan_in(
                 weight,
@@ -269,8 +271,8 @@ class _Planner:
             )
             self.probes[name] = probe.layer(module, call.inputs[0].shape)
             why = self._why_not_centred(module, n, role)
-            if not why and (problem := self._cannot_centre(name, call)):
-                self.refuse(name, problem[0], problem[1])
+            if problem := self._cannot_change(name, call, centre=not why):
+                self.refuse(name, *problem)
             scale = None
             if call in ends:  # a branch end without a BatchNorm of its own
                 scale, role = self.method.branch_scale(v[call.inputs[0]]), "branch end"
@@ -278,7 +280,6 @@ class _Planner:
             action = "keep" if why else "centre"
             gain = fed.gain(not why, n)
             steps[name] = LayerStep(name, kind, role, action, n, fed.name, gain, scale, v[call.inputs[0]], None, why)
-            self._obstacles(name, fed)
         return steps
 
     def _why_not_centred(self, module: nn.Module, n: int, role: str) -> str:
@@ -292,30 +293,27 @@ class _Planner:
             return "depthwise"
         return "" if n > self.method.min_fan_in else f"fan-in of at most {self.method.min_fan_in}"
 
-    def _cannot_centre(self, name: str, call: Node) -> tuple[str, str] | None:
+    def _cannot_change(self, name: str, call: Node, centre: bool) -> tuple[str, str] | None:
+        """Why a layer cannot be given its weights, and what to do; or None."""
         module = self.modules[name]
-        if not call.inside_module:
+        if not isinstance(module._parameters.get("weight"), nn.Parameter):
+            return (
+                "its weight is computed from other parameters (weight norm, a parametrization), so what would be "
+                "centred and initialised is not what the optimizer sees",
+                "Remove the parametrization first (torch.nn.utils.parametrize.remove_parametrizations), "
+                "or leave its BatchNorm with where=",
+            )
+        if centre and not call.inside_module:
             return (
                 "its weight is used by a function outside its own forward, which would not be centred",
                 "Call the module itself, or leave its BatchNorm with where=",
             )
-        if hasattr(module, "parametrizations"):
-            return (
-                "its weight is parametrized, so centring would not reach what the optimizer sees",
-                "Remove the parametrization first (torch.nn.utils.parametrize.remove_parametrizations)",
-            )
-        if plain_kind(type(module)) is None or not self.probes[name].centres:
+        if centre and not self.probes[name].centres:
             return (
                 f"{type(module).__name__} has a forward of its own, and its weight-mean version gives another output",
-                "Leave its BatchNorm with where=, or use a plain convolution",
+                "Leave its BatchNorm with where=, or use a plain layer",
             )
         return None
-
-    def _obstacles(self, name: str, fed: Feed) -> None:
-        if fed.obstacles and not self.plan.init_why:
-            self.plan.init_why = f"no formula for {fed.obstacles[0]} before {name}"
-        elif fed.drifts and not self.plan.init_why:
-            self.plan.init_why = f"the variance drifts under {fed.name}, first before {name}"
 
     def _norm_steps(self, ends: set[Node], v: dict[Node, float], layers: dict[str, LayerStep]) -> None:
         for name, module in self.norms.items():
@@ -353,7 +351,8 @@ class _Planner:
             return NormStep(name, kind, "post", "scale", owners, rest, scale, v, why)
         module = self.modules[layer.name]
         direct = calls[0].inputs[0] is owner
-        foldable = alone and direct and (getattr(module, "bias", None) is not None or self.probes[layer.name].takes_bias)
+        takes_bias = getattr(module, "bias", None) is not None or self.probes[layer.name].takes_bias
+        foldable = alone and direct and takes_bias
         if scale is not None:
             layer = layers[layer.name] = _replace(layer, scale=scale, role="branch end")
             why += f", folded into {layer.name}"
@@ -384,8 +383,11 @@ class _Planner:
                 "and converting sets new starting weights",
                 'Say so with init="theory" or init="calibrate"; init=None keeps every weight (a checkpoint follows)',
             )
-        why = self.plan.init_why
         if init == "auto":
+            behind = 0
+            for call, _ in self.roles.values():
+                behind |= call.ancestors
+            why = without_formula((n for n in self.graph.nodes if behind >> n.index & 1), self.roles)
             self.plan.init = "calibrate" if why else "theory"
             self.plan.init_why = why or "every operation on the way has a formula"
         else:

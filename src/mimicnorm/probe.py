@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +73,7 @@ class LayerProbe:
 
 def layer(module: nn.Module, input_shape: torch.Size) -> LayerProbe:
     """Probe a weight layer; PyTorch's own forwards are known to comply."""
-    if not has_own_forward(type(module)) and not hasattr(module, "parametrizations"):
+    if not has_own_forward(type(module)):
         return LayerProbe(True, True, True)
     twin = _on_cpu(module).eval()
     x = torch.randn((1, *input_shape[1:]), generator=_generator())
@@ -83,14 +84,14 @@ def layer(module: nn.Module, input_shape: torch.Size) -> LayerProbe:
         return LayerProbe(False, False, False)
 
 
-def _layer(twin: nn.Module, x: Tensor) -> LayerProbe:
+def _layer(twin: Any, x: Tensor) -> LayerProbe:
     if not isinstance(getattr(twin, "weight", None), Parameter):
         return LayerProbe(False, False, False)
     twin.weight.normal_(generator=_generator())
     if twin.bias is not None:
         twin.bias.zero_()
     transposed = bool(getattr(twin, "transposed", False))
-    centred = copy.deepcopy(twin)
+    centred: Any = copy.deepcopy(twin)
     centred.weight.copy_(centre(twin.weight, groups=getattr(twin, "groups", 1), transposed=transposed))
     expected = centred(x)
     candidate = centre_(copy.deepcopy(twin))

@@ -7,8 +7,6 @@ seen happening. The model is left bit for bit as it was.
 from __future__ import annotations
 
 import contextlib
-import logging
-import random
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -30,6 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from mimicnorm.errors import ExampleError
+from mimicnorm.isolate import silent, unsynchronised, untouched
 from mimicnorm.layers import LINEAR_CALLS, WEIGHT_LAYERS
 from mimicnorm.ops import FACTORIES, Kind, canonical, kind_of
 
@@ -173,7 +172,7 @@ def _record(model: nn.Module, example: Any, fake: bool) -> Graph:
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor):
             recorder.add(leaf, "input", Kind.INPUT, ())
-    with untouched(model), _unsynchronised(), _silent(), torch.no_grad():
+    with untouched(model), unsynchronised(), silent(), torch.no_grad():
         model.train()
         with recorder.hooks(), mode, recorder:
             try:
@@ -209,8 +208,8 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module, state: dict[str, Tensor]):
         super().__init__()
         self.graph = Graph()
-        self.names = {id(m): name for name, m in reversed(list(model.named_modules()))}
-        self.modules = dict(model.named_modules())
+        self.names = {id(m): name for name, m in model.named_modules()}  # a shared module goes by its first name
+        self.modules = dict(model.named_modules(remove_duplicate=False))
         self.parameter_names: dict[int, set[str]] = {}
         for name, t in state.items():
             self.parameter_names.setdefault(id(t), set()).add(name)
@@ -267,7 +266,7 @@ class _Recorder(TorchFunctionMode):
         kind = kind_of(name, len(inputs))
         extra = self.layer_call(func, args, kwargs) if kind is Kind.LAYER else {}
         if kind is Kind.ACTIVATION:
-            extra = {"settings": _settings(func, args, kwargs)}
+            extra = {"settings": _settings(args, kwargs)}
         if name == "setitem" and mutated:
             written = self.node(args[2])
             old = self.node(args[0])
@@ -441,11 +440,11 @@ def _disjoint(a: Tensor, b: Tensor) -> bool:
     """Whether two views of one memory share no element, told for views of the same strides (chunks, slices)."""
     if a.stride() != b.stride() or a.dim() != b.dim():
         return False
-    rest = abs(a.storage_offset() - b.storage_offset())
+    rest = abs(int(a.storage_offset()) - int(b.storage_offset()))
     lower = a if a.storage_offset() <= b.storage_offset() else b
     for stride, size in sorted(zip(lower.stride(), lower.shape, strict=True), reverse=True):
         if stride > 0:
-            steps, rest = divmod(rest, stride)
+            steps, rest = divmod(rest, int(stride))
             if steps >= size:
                 return True
     return rest > 0
@@ -463,54 +462,7 @@ def _runs_forward(module: nn.Module) -> bool:
     return False
 
 
-def _settings(func: Any, args: tuple, kwargs: dict) -> dict[str, Any]:
+def _settings(args: tuple, kwargs: dict) -> dict[str, Any]:
     positional = [a for a in args[1:] if not isinstance(a, Tensor)]
     named = {k: v for k, v in kwargs.items() if not isinstance(v, Tensor) and k != "inplace"}
     return {"positional": positional, **named} if positional else named
-
-
-@contextlib.contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """Give a model and the random number generators back as they were: flags, attributes, registries."""
-    modules = list(model.modules())
-    attributes = [dict(m.__dict__) for m in modules]
-    registries = [{k: dict(v) for k, v in d.items() if isinstance(v, dict)} for d in attributes]
-    python_random = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_random = numpy.random.get_state() if numpy is not None else None
-    devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        random.setstate(python_random)
-        if numpy is not None:
-            numpy.random.set_state(numpy_random)
-        for m, attribute, registry in zip(modules, attributes, registries, strict=True):
-            m.__dict__.clear()
-            m.__dict__.update(attribute)
-            for key, saved in registry.items():
-                m.__dict__[key].clear()
-                m.__dict__[key].update(saved)
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """What goes wrong is said in one error; fake kernels would print a traceback besides."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
-@contextlib.contextmanager
-def _unsynchronised() -> Iterator[None]:
-    """Let SyncBatchNorm run as a plain one: a recording talks to no other process."""
-    original = nn.SyncBatchNorm.forward
-    nn.SyncBatchNorm.forward = _BatchNorm.forward  # pyrefly: ignore
-    try:
-        yield
-    finally:
-        nn.SyncBatchNorm.forward = original  # pyrefly: ignore

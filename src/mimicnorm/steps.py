@@ -88,7 +88,7 @@ class Refusal:
     remedy: str
 
     def __str__(self) -> str:
-        where = f"{self.name!r}: " if self.name else ""
+        where = f"{self.name}: " if self.name else ""
         return f"{where}{self.reason}. {self.remedy}."
 
 

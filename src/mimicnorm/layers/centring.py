@@ -139,9 +139,7 @@ def weight_mean(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | 
     if torch.compiler.is_compiling():
         if torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad):
             # Without it the partitioner keeps the centred weight for the backward pass.
-            w = checkpoint(
-                effective_weight, weight, scale, op, use_reentrant=False, preserve_rng_state=False
-            )
+            w = checkpoint(effective_weight, weight, scale, op, use_reentrant=False, preserve_rng_state=False)
         else:
             w = effective_weight(weight, scale, op)
         return _plain(x, w, bias, op)
@@ -171,14 +169,14 @@ class _WeightMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, op: Op) -> Tensor:
         means = _means(weight, op)
-        needs_x, needs_weight, _, needs_scale, _ = ctx.needs_input_grad
+        _, needs_weight, _, needs_scale, _ = ctx.needs_input_grad
         ctx.op, ctx.x_shape = op, x.shape
         ctx.save_for_backward(x if needs_weight or needs_scale else None, weight, scale, means)
         ctx.bias_dtype = None if bias is None else bias.dtype
         return _plain(x, _scaled(_subtract(weight, means, op), scale), bias, op)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         x, weight, scale, means = ctx.saved_tensors
         op: Op = ctx.op
         needs_x, needs_weight, needs_bias, needs_scale, _ = ctx.needs_input_grad

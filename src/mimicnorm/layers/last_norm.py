@@ -28,9 +28,7 @@ class LastNorm(_BatchNorm):
         tensor([1.0000, ...])
     """
 
-    def __init__(
-        self, num_classes: int, dim: int = 1, eps: float = 1e-5, momentum: float = 0.1, **factory: Any
-    ):
+    def __init__(self, num_classes: int, dim: int = 1, eps: float = 1e-5, momentum: float = 0.1, **factory: Any):
         super().__init__(num_classes, eps, momentum, affine=False, **factory)
         self.dim = dim
         self.intercept: Callable[[Tensor], Tensor] | None = None

@@ -35,10 +35,20 @@ class WeightMean(Derived):
     weight: Tensor
     bias: Tensor | None
     residual_scale: Tensor | None
+    register_parameter: Any  # what the base class brings, for the reader and the type checker
+    stride: tuple[int, ...]
+    padding: Any
+    padding_mode: str
+    dilation: tuple[int, ...]
+    groups: int
+    kernel_size: Any
+    output_padding: tuple[int, ...]
+    _output_padding: Any
+    _reversed_padding_repeated_twice: Any
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self.register_parameter("residual_scale", None)  # ty: mixin of nn.Module
+        self.register_parameter("residual_scale", None)
 
     def op(self) -> Op:
         """The layer's linear map, as plain data."""
@@ -173,9 +183,7 @@ def _conv_transpose(
     input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
 ) -> LinearCall:
     n = weight.dim() - 2
-    op = Convolution(
-        _each(stride, n), _each(padding, n), _each(dilation, n), groups, True, _each(output_padding, n)
-    )
+    op = Convolution(_each(stride, n), _each(padding, n), _each(dilation, n), groups, True, _each(output_padding, n))
     return LinearCall(input, weight, bias, op)
 
 

@@ -1,0 +1,61 @@
+"""``mimicnorm convert``: show what conversion would do to a network, and what it would save."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+
+@dataclass
+class Convert:
+    """Print the plan for a network, line by line, and the memory it would save."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """timm:NAME, torchvision:NAME, or package.module:factory."""
+    method: str = "mimicnorm"
+    """mimicnorm, weight-mean, last-bn, nonorm or batchnorm."""
+    image: int | None = None
+    """Height and width of the input; the model's own default if not given."""
+    batch: int = 8
+    """Samples in the example."""
+    shape: tuple[int, ...] | None = None
+    """The whole input shape, batch first, for inputs that are no square images."""
+    head: str | None = None
+    """Qualified name of the module that makes the logits."""
+    json: bool = False
+    """Print plain JSON instead of the table."""
+
+    def run(self) -> None:
+        """Plan, measure before and after, print."""
+        from mimicnorm import memory
+        from mimicnorm.cli.model import image_size, load
+        from mimicnorm.convert import convert
+        from mimicnorm.methods import method
+        from mimicnorm.plan import plan
+
+        chosen = method(self.method)
+        model = load(self.model)
+        shape = self.shape or (self.batch, *image_size(model, self.image))
+        planned = plan(model, chosen, example=shape, head=self.head)
+        if not self.json:
+            print(planned)
+        planned.require()
+        after = model if not chosen.removes_norm else convert(model, chosen, example=shape, init=None, head=self.head)
+        before_bytes = memory.measure(model, shape).saved_bytes
+        after_bytes = memory.measure(after, shape).saved_bytes
+        saving = {"before": before_bytes, "after": after_bytes, "ratio": after_bytes / max(before_bytes, 1)}
+        if self.json:
+            json.dump(
+                {"model": self.model, "shape": list(shape), **planned.as_dict(), "saved_bytes": saving}, sys.stdout
+            )
+            print()
+            return
+        per = f"per sample of {' x '.join(map(str, shape[1:]))}"
+        print(
+            f"kept for the backward pass {per}: {memory.format_bytes(before_bytes // shape[0])} -> "
+            f"{memory.format_bytes(after_bytes // shape[0])} ({saving['ratio']:.0%} of before)"
+        )

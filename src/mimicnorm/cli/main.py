@@ -1,0 +1,38 @@
+"""Parse the command line, run one verb, turn what a user can get wrong into one sentence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import tyro
+
+from mimicnorm.cli.convert import Convert
+from mimicnorm.cli.memory import Memory
+from mimicnorm.cli.theory import Theory
+
+Command = (
+    Annotated[Convert, tyro.conf.subcommand("convert")]
+    | Annotated[Memory, tyro.conf.subcommand("memory")]
+    | Annotated[Theory, tyro.conf.subcommand("theory")]
+)
+
+DESCRIPTION = "Take BatchNorm out of a network and keep what it was good for."
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code (2 for what the user can mend)."""
+    command = tyro.cli(Command, prog="mimicnorm", description=DESCRIPTION, args=argv)  # pyrefly: ignore
+    from mimicnorm.errors import MimicNormError
+    from mimicnorm.theory.errors import TheoryError
+
+    try:
+        command.run()
+    except (MimicNormError, TheoryError, OSError) as error:
+        print(f"mimicnorm: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("mimicnorm: interrupted", file=sys.stderr)
+        return 130
+    return 0

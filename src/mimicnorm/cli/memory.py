@@ -1,0 +1,65 @@
+"""``mimicnorm memory``: what training a network costs, method by method, before it is run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
+
+
+@dataclass
+class Memory:
+    """Predict the memory of a training step under several methods, without allocating it."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """timm:NAME, torchvision:NAME, or package.module:factory."""
+    batch: int = 32
+    """Samples in the batch."""
+    image: int | None = None
+    """Height and width of the input; the model's own default if not given."""
+    shape: tuple[int, ...] | None = None
+    """The whole input shape, batch first, for inputs that are no square images."""
+    methods: str = "batchnorm,mimicnorm,nonorm"
+    """Methods to compare, separated by commas."""
+    optimizer: str = "sgd-momentum"
+    """sgd-momentum, sgd, adamw, or none."""
+    budget: str | None = None
+    """Memory of the device, e.g. 16GiB: adds the largest batch that fits."""
+    by_module: bool = False
+    """Show where the memory is, for each method."""
+    plot: str | None = None
+    """Draw the memory over the step to this file."""
+    json: bool = False
+    """Print plain JSON instead of tables."""
+
+    def run(self) -> None:
+        """Measure every method on fake tensors and print one table."""
+        from rich.console import Console
+
+        from mimicnorm import memory
+        from mimicnorm.cli.model import image_size, load
+        from mimicnorm.methods import method
+
+        chosen = [method(name.strip()) for name in self.methods.split(",") if name.strip()]
+        budget = memory.parse_bytes(self.budget) if self.budget is not None else None
+        model = load(self.model)
+        shape = self.shape or (self.batch, *image_size(model, self.image))
+        optimizer = None if self.optimizer == "none" else self.optimizer
+        comparison = memory.compare(model, shape, chosen, optimizer=optimizer, budget=budget)
+        if self.plot is not None:
+            memory.plot(comparison, self.plot)
+        if self.json:
+            json.dump({"model": self.model, "shape": list(shape), **comparison.as_dict()}, sys.stdout)
+            print()
+            return
+        console = Console()
+        console.print(comparison.table())
+        if self.by_module:
+            for name, analysis in comparison.analyses.items():
+                console.print(f"\n{name}")
+                console.print(analysis.module_table())
+        if self.plot is not None:
+            console.print(f"wrote {self.plot}")
