@@ -1,64 +1,100 @@
-"""The last BN: one affine-free BatchNorm on the logits, living inside the layer that makes them."""
+"""The last BN: one affine-free BatchNorm on the logits, living inside the layer that makes them.
+
+It is the one layer of a converted network that looks at more than one sample, so it takes care to see all of
+them: it reduces over all ranks of ``torch.distributed``, it can be handed over to ``mimicnorm.microbatch``, and
+it says so when a batch reaches it in pieces.
+"""
 
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers.derive import Derived, derive
 
 
+class AccumulationWarning(UserWarning):
+    """Gradients of several small batches were added up through a LastNorm: not the gradient of the large one."""
+
+
 class LastNorm(_BatchNorm):
     """Normalise each class's logits over the batch; no affine parameters (Section "Last BN Layer").
+
+    In training mode the batch is that of all ranks when ``torch.distributed`` is initialised, whatever share each
+    has of it; every rank must take part then.
 
     Args:
         num_classes: The number of logits per sample.
         dim: Where the classes are: 1 after a convolution, -1 after a linear layer.
         eps: Added to the variance.
-        momentum: Weight of the new batch in the running statistics.
+        momentum: Weight of the new batch in the running statistics; None averages all batches alike.
+
+    Attributes:
+        intercept: Called with the logits in place of the normalisation, if set; for ``mimicnorm.microbatch``.
 
     Example:
         >>> LastNorm(10)(torch.randn(64, 10)).std(0, correction=0)  # doctest: +SKIP
         tensor([1.0000, ...])
     """
 
-    def __init__(self, num_classes: int, dim: int = 1, eps: float = 1e-5, momentum: float = 0.1, **factory: Any):
+    def __init__(
+        self,
+        num_classes: int,
+        dim: int = 1,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        **factory: Any,
+    ):
         super().__init__(num_classes, eps, momentum, affine=False, **factory)
         self.dim = dim
         self.intercept: Callable[[Tensor], Tensor] | None = None
+        self._accumulation = _Accumulation()
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise over everything but the classes; with running statistics in eval mode."""
         if self.intercept is not None:  # a micro-batch sees the statistics of the whole batch
-            return self.intercept(input)
+            return _hand_over(self.intercept, input)
         classes_first = input if self.dim == 1 else input.movedim(self.dim, 1) if input.dim() > 2 else input
-        if self.training:
-            values = classes_first.numel() // max(classes_first.shape[1], 1)
-            if values < 2:
-                raise MicroBatchError(
-                    f"LastNorm got a single value per class (logits of shape {tuple(input.shape)}) in "
-                    "training mode, so there is no variance to divide by. Train with a larger batch, or give "
-                    "the whole batch to mimicnorm.microbatch.backward(..., micro_batch=1)."
-                )
-            if self.num_batches_tracked is not None:
-                self.num_batches_tracked.add_(1)
-        normed = F.batch_norm(
-            classes_first,
-            self.running_mean,
-            self.running_var,
-            None,
-            None,
-            self.training or self.running_mean is None,
-            self.momentum or 0.0,
-            self.eps,
-        )
+        if not self.training:
+            normed = self._batch_norm(classes_first, 0.0)
+        else:
+            self._accumulation.watch(input)
+            if _ranks() > 1 and not isinstance(input, FakeTensor) and not input.is_meta:
+                normed = _over_all_ranks(self, classes_first)
+            else:
+                self._require_two(classes_first.numel() // max(classes_first.shape[1], 1), input.shape)
+                normed = self._batch_norm(classes_first, self._count_batch())
         return normed if classes_first is input else normed.movedim(1, self.dim)
+
+    def _batch_norm(self, x: Tensor, factor: float) -> Tensor:
+        mean, var = self.running_mean, self.running_var
+        return F.batch_norm(x, mean, var, None, None, self.training or mean is None, factor, self.eps)
+
+    def _count_batch(self) -> float:
+        """Count one more batch and return its weight in the running statistics."""
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        if self.momentum is not None:
+            return self.momentum
+        return 1.0 / float(self.num_batches_tracked) if self.num_batches_tracked is not None else 0.0
+
+    def _require_two(self, values: float, shape: torch.Size) -> None:
+        if values < 2:
+            raise MicroBatchError(
+                f"LastNorm got a single value per class (logits of shape {tuple(shape)}) in "
+                "training mode, so there is no variance to divide by. Train with a larger batch; if that does "
+                "not fit into memory, give it whole to mimicnorm.microbatch.backward(..., micro_batch=1)."
+            )
 
     def _check_input_dim(self, input: Tensor) -> None:
         """Any rank from 2 on."""
@@ -66,6 +102,126 @@ class LastNorm(_BatchNorm):
     def extra_repr(self) -> str:
         """Show classes and where they are."""
         return f"{self.num_features}, dim={self.dim}, eps={self.eps}, momentum={self.momentum}"
+
+
+@torch.compiler.disable
+def _hand_over(intercept: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
+    """A function of its own, so that a compiled body breaks here and is not compiled anew for every micro-batch."""
+    return intercept(logits)
+
+
+# -- many ranks --------------------------------------------------------------------------------------------------
+
+
+def _ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """All-reduce whose gradient is all-reduced: each rank's loss depends on every rank's logits."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor) -> Any:
+        return _SumOverRanks.apply(*grads)
+
+
+@torch.compiler.disable
+def _over_all_ranks(norm: LastNorm, x: Tensor) -> Tensor:
+    """Normalise with the mean and variance over all ranks' values; shares may differ, even be empty."""
+    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    others = [d for d in range(x.dim()) if d != 1]
+    values = x.numel() // max(x.shape[1], 1)
+    sums = _SumOverRanks.apply(torch.cat([wide.sum(others), wide.new_full((1,), values)]))
+    count = sums[-1].detach()
+    if values < 2:  # where the total is below two, every rank looks, and all raise together
+        norm._require_two(count.item(), x.shape)
+    along = [1, -1] + [1] * (x.dim() - 2)
+    mean = sums[:-1] / count
+    centred = wide - mean.reshape(along)
+    # The squares are summed around the mean, in a second reduction: sums of raw squares would cancel.
+    var = _SumOverRanks.apply(centred.square().sum(others)) / count
+    if norm.running_mean is not None and norm.running_var is not None:
+        factor = norm._count_batch()
+        with torch.no_grad():
+            norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), factor)
+            norm.running_var.lerp_((var * (count / (count - 1))).to(norm.running_var.dtype), factor)
+    return (centred * torch.rsqrt(var + norm.eps).reshape(along)).to(x.dtype)
+
+
+# -- batches that come in pieces ---------------------------------------------------------------------------------
+
+
+class _Accumulation:
+    """Notices, in the backward pass, that gradients of an earlier batch are still there.
+
+    Looks at one parameter near the logits. A second backward of the same forward is not accumulation, nor are two
+    forwards under one backward.
+    """
+
+    def __init__(self) -> None:
+        self.active = True
+        self.forwards = 0
+        self.last_forward: int | None = None
+        self.last_task: int | None = None
+
+    def watch(self, logits: Tensor) -> None:
+        """Let the backward pass through these logits report."""
+        if torch.compiler.is_compiling() or not self.active or not logits.requires_grad:
+            return
+        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            return
+        parameter = _parameter_near(logits)
+        if parameter is None:
+            return
+        self.forwards += 1
+        this = self.forwards
+
+        def passed(_grad: Tensor) -> None:
+            self._passed(this, parameter)
+
+        logits.register_hook(passed)
+
+    def _passed(self, this: int, parameter: Tensor) -> None:
+        task = torch._C._current_graph_task_id()
+        earlier = self.last_forward is not None and self.last_forward != this and self.last_task != task
+        self.last_forward, self.last_task = this, task
+        held = parameter.grad
+        if not self.active or not earlier or held is None or type(held) is not Tensor:
+            return
+        self.active = False  # warned, or cleared by filling with zeros: no second look, it would cost a sync
+        if held.any():
+            warnings.warn(
+                "gradients are being accumulated over several batches through a LastNorm: each batch was "
+                "normalised by itself, so the sum is not the gradient of the large batch. Use "
+                "mimicnorm.microbatch.backward(model, loss_fn, inputs, targets, micro_batch=...), which is exact.",
+                AccumulationWarning,
+                stacklevel=2,
+            )
+
+
+def _parameter_near(logits: Tensor, reach: int = 32) -> Tensor | None:
+    """The first trainable leaf found backwards from the logits: the head's bias or weight."""
+    nodes = [logits.grad_fn]
+    for _ in range(reach):
+        if not nodes:
+            break
+        node = nodes.pop(0)
+        if node is None:
+            continue
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, nn.Parameter):
+            return leaf
+        nodes += [n for n, _ in node.next_functions]
+    return None
+
+
+# -- the head ----------------------------------------------------------------------------------------------------
 
 
 class LastNormed(Derived):

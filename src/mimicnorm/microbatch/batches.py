@@ -1,0 +1,162 @@
+"""Take a batch apart along its samples, whatever structure holds it, and put results together again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from mimicnorm.errors import MicroBatchError
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some samples of the batch, where the user keeps them (on the host, perhaps).
+
+    Attributes:
+        index: Its place among the micro-batches, from 0.
+        first: The number of its first sample in the batch.
+        size: How many samples it has.
+    """
+
+    index: int
+    first: int
+    size: int
+    args: tuple
+    kwargs: dict
+    targets: Any
+
+    def __str__(self) -> str:
+        return f"micro-batch {self.index} (samples {self.first} to {self.first + self.size - 1})"
+
+
+def split(inputs: Any, targets: Any, micro_batch: int) -> list[MicroBatch]:
+    """Cut a batch into micro-batches; the last may be smaller.
+
+    Args:
+        inputs: A tensor, a tuple of call arguments or a dict of keyword arguments. Tensors are cut along their
+            first dimension; everything else goes to each micro-batch as it is.
+        targets: Any structure, cut likewise.
+        micro_batch: Samples in each.
+
+    Example:
+        >>> [m.size for m in split(torch.zeros(7, 3), torch.zeros(7), 3)]
+        [3, 3, 1]
+    """
+    if type(micro_batch) is not int or micro_batch < 1:
+        raise MicroBatchError(
+            f"micro_batch={micro_batch!r}: give the number of samples that fit, a whole number from 1 on"
+        )
+    args, kwargs = _call(inputs)
+    size = _size((args, kwargs), "inputs")
+    if any(len(t) != size for t in _with_samples(targets)):
+        shapes = [tuple(t.shape) for t in _with_samples(targets)]
+        raise MicroBatchError(
+            f"the inputs have {size} samples, the targets have shapes {shapes}: each tensor's first dimension must "
+            "count the samples; give what belongs to all samples as a number or a 0-d tensor"
+        )
+    pieces = []
+    for first in range(0, size, micro_batch):
+        last = min(first + micro_batch, size)
+
+        def cut(x: Any, first: int = first, last: int = last) -> Any:
+            return x[first:last] if isinstance(x, Tensor) and x.dim() else x
+
+        a, k, t = pytree.tree_map(cut, (args, kwargs, targets))
+        pieces.append(MicroBatch(len(pieces), first, last - first, a, k, t))
+    return pieces
+
+
+def collect(loader: Iterable) -> list[MicroBatch]:
+    """Take the micro-batches from a loader that yields (inputs, targets); they are kept as they come.
+
+    Each is used twice, and a loader may shuffle or draw new crops the second time.
+    """
+    if isinstance(loader, (Tensor, dict)) or not isinstance(loader, Iterable):
+        raise MicroBatchError(
+            f"without micro_batch=, inputs must yield micro-batches as (inputs, targets); got {type(loader).__name__}. "
+            "Give micro_batch= to cut a batch"
+        )
+    pieces: list[MicroBatch] = []
+    first = 0
+    for item in loader:
+        if not isinstance(item, Sequence) or len(item) != 2:
+            raise MicroBatchError(
+                f"the loader must yield (inputs, targets); item {len(pieces)} is a {type(item).__name__}"
+                + (f" of {len(item)}" if isinstance(item, (Sequence, dict)) else "")
+            )
+        args, kwargs = _call(item[0])
+        size = _size((args, kwargs), f"inputs of micro-batch {len(pieces)}")
+        pieces.append(MicroBatch(len(pieces), first, size, args, kwargs, item[1]))
+        first += size
+    if not pieces:
+        raise MicroBatchError("the loader yielded no micro-batch: a generator that was used before is empty")
+    return pieces
+
+
+def together(pieces: list[MicroBatch]) -> Any:
+    """The targets of the whole batch."""
+    flat, specs = zip(*(pytree.tree_flatten(p.targets) for p in pieces), strict=True)
+    if any(s != specs[0] for s in specs):
+        raise MicroBatchError("the micro-batches' targets differ in structure; yield the same from each")
+    return pytree.tree_unflatten([_joined_target(leaves) for leaves in zip(*flat, strict=True)], specs[0])
+
+
+def _joined_target(leaves: tuple) -> Any:
+    if isinstance(leaves[0], Tensor) and leaves[0].dim():
+        return torch.cat(leaves)
+    if any(bool(x != leaves[0]) for x in leaves):
+        raise MicroBatchError(
+            f"a target that belongs to a whole micro-batch differs between them ({leaves[0]!r}, ...); give one value "
+            "per sample as a tensor instead"
+        )
+    return leaves[0]
+
+
+def join(name: str, parts: list[Tensor], pieces: list[MicroBatch]) -> Tensor:
+    """One output tensor of the whole batch from those of the micro-batches."""
+    for part, piece in zip(parts, pieces, strict=True):
+        if part.dim() == 0 or part.shape[0] != piece.size:
+            raise MicroBatchError(
+                f"{name} has shape {tuple(part.shape)} for {piece}: its first dimension must count the samples. "
+                "Leave it out of the model's output, or move it to the loss"
+            )
+    if len({tuple(p.shape[1:]) for p in parts}) > 1:
+        raise MicroBatchError(
+            f"{name} has a different shape in some micro-batches ({sorted({tuple(p.shape[1:]) for p in parts})} per "
+            "sample), so there is no whole to compute the loss of: give all samples the same size"
+        )
+    return torch.cat(parts)
+
+
+def to_device(structure: Any, device: torch.device | None) -> Any:
+    """Copy the tensors of a structure to a device."""
+    if device is None:
+        return structure
+    return pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), structure)
+
+
+def _call(inputs: Any) -> tuple[tuple, dict]:
+    if isinstance(inputs, dict):
+        return (), dict(inputs)
+    return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
+
+
+def _with_samples(structure: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(structure) if isinstance(t, Tensor) and t.dim()]
+
+
+def _size(structure: Any, what: str) -> int:
+    tensors = _with_samples(structure)
+    sizes = {len(t) for t in tensors}
+    if len(sizes) != 1 or 0 in sizes:
+        shapes = [tuple(t.shape) for t in tensors]
+        raise MicroBatchError(
+            f"{what}: the number of samples is not clear from shapes {shapes}; every tensor's first dimension must "
+            "count the samples, at least one"
+        )
+    return sizes.pop()

@@ -1,0 +1,323 @@
+"""``backward``: from a batch of any size to its exact gradient, one micro-batch in memory at a time.
+
+1. Every micro-batch runs without a graph; the LastNorms are stood in for and only the raw logits are kept.
+2. The LastNorms and the loss see the logits of the whole batch, which gives dL/dlogits. Where something follows a
+   LastNorm inside the model (an average of heads, pooling, softmax), that tail runs in between, one more pass.
+3. Every micro-batch runs again, with a graph and the same random numbers, and takes its part of dL/dlogits.
+
+Nothing is approximated: the gradient is that of the whole batch up to rounding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from mimicnorm.errors import MicroBatchError
+from mimicnorm.layers import LastNorm
+from mimicnorm.microbatch import ranks
+from mimicnorm.microbatch.batches import MicroBatch, collect, join, split, to_device, together
+from mimicnorm.microbatch.guards import BufferGuard, heads_of, mixes_samples
+from mimicnorm.microbatch.heads import Call, Capture, Feed, Replay, WholeBatch, standing_in
+from mimicnorm.microbatch.replay import RandomState, accelerators, full_precision, input_device
+
+Denominator = float | Tensor | Callable[[Any], float | Tensor]
+
+
+def backward(
+    model: nn.Module,
+    loss_fn: Callable[[Any, Any], Tensor],
+    inputs: Any,
+    targets: Any = None,
+    *,
+    micro_batch: int | None = None,
+    scaler: Any = None,
+    denominator: Denominator | None = None,
+    return_outputs: bool = False,
+) -> Any:
+    """Add the gradient of a whole batch to ``.grad``, with the memory of one micro-batch.
+
+    Use it in place of ``loss_fn(model(inputs), targets).backward()``, inside the same autocast context if there is
+    one. The running statistics of a LastNorm move once. Under DistributedDataParallel each rank gives its share of
+    the batch (shares may differ), gradients are synchronised once, and the average that DDP takes is the gradient of
+    the batch of all ranks.
+
+    Args:
+        model: A converted network, or any without batch statistics; wrapped in DDP and compiled if you like.
+        loss_fn: A function of the model's output and the targets, both of the whole batch; a mean over samples.
+        inputs: A tensor, a tuple of call arguments or a dict of keyword arguments; without ``micro_batch``, anything
+            that yields micro-batches as (inputs, targets). May stay in host memory: each micro-batch is copied to
+            the model's device when it runs.
+        targets: Any structure of tensors that count the samples in their first dimension, and of numbers.
+        micro_batch: Samples to run at once.
+        scaler: A ``torch.amp.GradScaler``; the gradients come out scaled.
+        denominator: ``loss_fn`` returns a sum, to be divided by this: a number, or a function of the targets (class
+            weights: ``lambda t: weight[t].sum()``). Over several ranks, the parts of all are added.
+        return_outputs: Return the model's output for the whole batch, too.
+
+    Returns:
+        The loss of the whole batch, detached; with ``return_outputs``, the pair of it and the outputs.
+
+    Example:
+        >>> from mimicnorm.layers import LastNorm
+        >>> net = nn.Sequential(nn.Linear(3, 4), LastNorm(4))
+        >>> x, y = torch.randn(32, 3), torch.randint(4, (32,))
+        >>> loss = backward(net, nn.functional.cross_entropy, x, y, micro_batch=5)
+        >>> net[0].weight.grad.shape
+        torch.Size([4, 3])
+    """
+    inner = ranks.bare(model)
+    device = input_device(inner)
+    fault: Exception | None = None
+    share, run, first = 0.0, None, None
+    try:
+        # An error on one rank must not leave the others waiting for it: it is raised after all have met.
+        pieces = collect(inputs) if micro_batch is None else split(inputs, targets, micro_batch)
+        targets = to_device(together(pieces) if micro_batch is None else targets, device)
+        run = _Run(model, inner, heads_of(inner), pieces, device)
+        if run.heads or mixes_samples(loss_fn):
+            first = _first_pass(run)
+        share = float(denominator(targets) if callable(denominator) else denominator or run.samples)
+    except Exception as error:
+        fault = error
+    total = ranks.agree(share, fault, torch.empty(0, device=device))
+    assert run is not None
+    if not total > 0:
+        raise MicroBatchError(f"denominator={total}: the sum of the losses must be divided by a positive number")
+    loss = _Loss(loss_fn, targets, scaler, ranks.world_size() / total, denominator is None)
+    if first is None:
+        value, outputs = _one_pass(run, loss, return_outputs)
+    else:
+        value, outputs = _two_passes(run, loss, first)
+    value = ranks.mean_over_ranks(value)
+    return (value, outputs) if return_outputs else value
+
+
+@dataclass
+class _Run:
+    """The model and its micro-batches, each with the random state it starts from."""
+
+    model: nn.Module
+    inner: nn.Module
+    heads: dict[str, LastNorm]
+    pieces: list[MicroBatch]
+    device: torch.device | None
+    starts: list[RandomState] = field(default_factory=list)
+
+    @property
+    def samples(self) -> int:
+        return sum(p.size for p in self.pieces)
+
+    def random_state(self) -> RandomState:
+        return RandomState.now(accelerators(self.inner))
+
+    def call(self, model: nn.Module, piece: MicroBatch, detach: bool = False) -> list[Any]:
+        """The leaves of the model's output for a micro-batch; how they hang together goes to ``self.spec``."""
+        args, kwargs = to_device((piece.args, piece.kwargs), self.device)
+        if detach:
+            args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
+        leaves, self.spec = pytree.tree_flatten(model(*args, **kwargs))
+        if not any(isinstance(t, Tensor) for t in leaves):
+            raise MicroBatchError(
+                f"the model returned a {type(leaves[0]).__name__ if leaves else 'structure'} without tensors in it; "
+                "return a tensor, or a tuple, list or dict of tensors"
+            )
+        return leaves
+
+    def joined(self, parts: list[list[Any]]) -> list[Any]:
+        """Leaves of the whole batch from those of the micro-batches."""
+        columns = zip(*parts, strict=True)
+        return [
+            join(f"output {i} of the model", list(c), self.pieces) if isinstance(c[0], Tensor) else c[0]
+            for i, c in enumerate(columns)
+        ]
+
+
+@dataclass
+class _Loss:
+    """The user's loss with its weight: a mean counts by its samples, a sum by nothing."""
+
+    loss_fn: Callable[[Any, Any], Tensor]
+    targets: Any
+    scaler: Any
+    weight: float
+    is_mean: bool
+
+    def __call__(self, outputs: Any, targets: Any, samples: int) -> tuple[Tensor, Tensor]:
+        """(the loss to differentiate, its value)."""
+        loss = self.loss_fn(outputs, targets)
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise MicroBatchError(
+                f"loss_fn must return one number, a mean over samples (or a sum, with denominator=); got {got}"
+            )
+        loss = loss * (self.weight * samples if self.is_mean else self.weight)
+        return (loss if self.scaler is None else self.scaler.scale(loss)), loss.detach()
+
+
+def _one_pass(run: _Run, loss: _Loss, return_outputs: bool) -> tuple[Tensor, Any]:
+    """Nothing mixes samples: each micro-batch's own graph is all there is."""
+    values, parts = [], []
+    for piece in run.pieces:
+        last = piece is run.pieces[-1]
+        with ranks.unsynchronised(run.model, last):
+            leaves = run.call(run.model, piece)
+            _require_finite({"": leaves}, piece, "; the gradients of those before it have been added: clear them")
+            targets = to_device(piece.targets, run.device)
+            scaled, value = loss(pytree.tree_unflatten(leaves, run.spec), targets, piece.size)
+            with full_precision(run.device):
+                scaled.backward()
+        values.append(value)
+        if return_outputs:
+            parts.append([t.detach() if isinstance(t, Tensor) else t for t in leaves])
+    outputs = pytree.tree_unflatten(run.joined(parts), run.spec) if return_outputs else None
+    return torch.stack(values).sum(), outputs
+
+
+@dataclass
+class _First:
+    """What the first pass leaves: raw logits, and whether the outputs are nothing but normalised logits."""
+
+    logits: list[dict[Call, Tensor]] = field(default_factory=list)
+    sources: list[dict[int, Call | None]] = field(default_factory=list)
+    outputs: list[list[Any]] = field(default_factory=list)
+
+
+def _first_pass(run: _Run) -> _First:
+    first = _First()
+    guard = BufferGuard(run.inner)
+    with torch.no_grad():
+        for piece in run.pieces:
+            run.starts.append(run.random_state())
+            capture = Capture()
+            with standing_in(run.heads, capture):
+                leaves = run.call(run.inner, piece)
+            guard.require_unchanged(piece)
+            if run.heads:
+                first.logits.append(capture.logits)
+                first.sources.append({j: capture.source(t) for j, t in enumerate(leaves) if isinstance(t, Tensor)})
+            first.outputs.append([None if isinstance(t, Tensor) and run.heads else t for t in leaves])
+    torch.clear_autocast_cache()  # weights that were cast without a graph must not serve the pass with one
+    calls = first.logits[0].keys() if run.heads else ()
+    for piece, logits in zip(run.pieces, first.logits, strict=False):
+        if logits.keys() != calls:
+            names = sorted({name for name, _ in logits.keys() ^ calls})
+            raise MicroBatchError(
+                f"{', '.join(names)}: called a different number of times in {piece} than in the first micro-batch, "
+                "so the whole batch's logits cannot be put together. Let every sample take the same way"
+            )
+    for i, piece in enumerate(run.pieces):
+        found = {n: [t] for (n, _), t in first.logits[i].items()} if run.heads else {"": first.outputs[i]}
+        _require_finite(found, piece, "; no gradient was added")
+    return first
+
+
+def _two_passes(run: _Run, loss: _Loss, first: _First) -> tuple[Tensor, Any]:
+    calls = list(first.logits[0]) if run.heads else []
+    heads = {c: WholeBatch(run.heads[c[0]], [logits[c] for logits in first.logits]) for c in calls}
+    normed = {c: h.pieces(h.normed) for c, h in heads.items()}
+    whole = [_leaf(t) for t in _outputs(run, first, normed)]
+    outputs = pytree.tree_unflatten(whole, run.spec)
+    scaled, value = loss(outputs, loss.targets, run.samples)
+    end = run.random_state()
+
+    wanted = {i: t for i, t in enumerate(whole) if isinstance(t, Tensor) and t.requires_grad}
+    with full_precision(run.device):
+        grads = torch.autograd.grad(scaled, [*wanted.values(), *(h.raw for h in heads.values())], allow_unused=True)
+    of_outputs = dict(zip(wanted, grads, strict=False))
+    of_logits = dict(zip(heads, grads[len(wanted) :], strict=True))
+    sizes = [p.size for p in run.pieces]
+    output_parts = {i: g.split(sizes) for i, g in of_outputs.items() if g is not None}
+    logit_parts = {c: heads[c].pieces(g) for c, g in of_logits.items() if g is not None}
+
+    replays = []
+    for i, piece in enumerate(run.pieces):
+        run.starts[i].restore()
+        values = {c: normed[c][i].detach() for c in calls}
+        known: dict[Call, Tensor | None] = {c: logit_parts[c][i] if c in logit_parts else None for c in calls}
+        replay = Replay(piece, first.logits[i] if calls else {}, values, known)
+        with ranks.unsynchronised(run.model, piece is run.pieces[-1]), standing_in(run.heads, replay):
+            leaves = run.call(run.model, piece)
+            roots = [j for j in output_parts if leaves[j].requires_grad]
+            if not roots:
+                raise MicroBatchError("the loss depends on no parameter that requires a gradient: nothing to train")
+            with full_precision(run.device):
+                torch.autograd.backward([leaves[j] for j in roots], [output_parts[j][i] for j in roots])
+        replays.append(replay)
+    end.restore()
+    _require_same(replays)
+    detached = [t.detach() if isinstance(t, Tensor) else t for t in whole]
+    return value, pytree.tree_unflatten(detached, run.spec)
+
+
+def _outputs(run: _Run, first: _First, normed: dict[Call, list[Tensor]]) -> list[Any]:
+    """The model's output leaves for the whole batch, attached to the normalised logits."""
+    if not run.heads:
+        return run.joined(first.outputs)
+    sources = {j: call for j, call in first.sources[0].items() if call is not None}
+    if all(s == sources for s in first.sources):
+        leaves = enumerate(first.outputs)
+        return run.joined([[normed[sources[j]][i] if j in sources else t for j, t in enumerate(o)] for i, o in leaves])
+    # Something follows the LastNorms, or goes past them: run it on the normalised logits. Only that part builds a
+    # graph, for all parameters are frozen.
+    now = run.random_state()
+    parts = []
+    with _frozen(run.inner):
+        for i, piece in enumerate(run.pieces):
+            run.starts[i].restore()
+            with torch.enable_grad(), standing_in(run.heads, Feed({c: p[i] for c, p in normed.items()})):
+                parts.append(run.call(run.inner, piece, detach=True))
+    torch.clear_autocast_cache()
+    now.restore()
+    return run.joined(parts)
+
+
+def _leaf(output: Any) -> Any:
+    """Let an output that no LastNorm reaches receive its gradient, too."""
+    if isinstance(output, Tensor) and not output.requires_grad and output.is_floating_point():
+        return output.detach().requires_grad_()
+    return output
+
+
+@contextlib.contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    learnt = [p for p in model.parameters() if p.requires_grad]
+    for p in learnt:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in learnt:
+            p.requires_grad_(True)
+
+
+def _require_finite(found: dict[str, list[Any]], piece: MicroBatch, consequence: str) -> None:
+    for name, tensors in found.items():
+        for t in tensors:
+            if isinstance(t, Tensor) and t.is_floating_point() and not bool(t.isfinite().all()):
+                kind = "NaN" if bool(t.isnan().any()) else "infinite"
+                where = f"{name}: " if name else ""
+                raise MicroBatchError(
+                    f"{where}{kind} logits in {piece}{consequence}. Look at these samples, or lower the learning rate"
+                )
+
+
+def _require_same(replays: list[Replay]) -> None:
+    """Raise if a micro-batch's logits were others the second time: its gradient is that of another network."""
+    if not any(r.deviations for r in replays):
+        return
+    flat = [(r, c, d) for r in replays for c, d in r.deviations.items()]
+    for (replay, (name, _), _), off in zip(flat, torch.stack([d.double() for *_, d in flat]).tolist(), strict=True):
+        allowed = torch.finfo(replay.raw[name, 0].dtype).eps ** 0.25  # kernels may sum in another order
+        if not off <= allowed:
+            raise MicroBatchError(
+                f"{name}: the logits of {replay.piece} differed by {off:.2g} (relative) when it ran the second time, "
+                "so the model keeps state or draws random numbers that are not torch's, Python's or NumPy's global "
+                "ones. The gradients are wrong: clear them"
+            )

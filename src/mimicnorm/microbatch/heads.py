@@ -1,0 +1,140 @@
+"""Stand in for the LastNorms of a model while micro-batches run: note their logits, hand out what they would give."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mimicnorm.errors import MicroBatchError
+from mimicnorm.layers import LastNorm
+from mimicnorm.microbatch.batches import MicroBatch
+
+Call = tuple[str, int]
+"""A head's name and which of its calls in one forward pass."""
+
+
+class StandIn:
+    """What a LastNorm calls instead of normalising. One class for all passes, so compiled code stays valid."""
+
+    def __init__(self, name: str, behaviour: Any):
+        self.name = name
+        self.behaviour = behaviour
+        self.calls = 0
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Count the call and pass it on."""
+        self.calls += 1
+        return self.behaviour(self.name, self.calls - 1, logits)
+
+
+@contextlib.contextmanager
+def standing_in(heads: dict[str, LastNorm], behaviour: Any) -> Iterator[None]:
+    """Let ``behaviour(name, call, logits)`` answer for every head inside."""
+    for name, norm in heads.items():
+        norm.intercept = StandIn(name, behaviour)
+    try:
+        yield
+    finally:
+        for norm in heads.values():
+            norm.intercept = None
+
+
+class Capture:
+    """Keeps the raw logits of one micro-batch and returns them as they are."""
+
+    def __init__(self) -> None:
+        self.logits: dict[Call, Tensor] = {}
+        self._returned: list[tuple[Tensor, int, Call]] = []
+
+    def __call__(self, name: str, call: int, logits: Tensor) -> Tensor:
+        """Note a copy: what follows the head may write into its output."""
+        self.logits[name, call] = logits.detach().clone()
+        self._returned.append((logits, logits._version, (name, call)))
+        return logits
+
+    def source(self, output: Any) -> Call | None:
+        """Which call an output of the model is the untouched result of, if any."""
+        return next((c for t, version, c in self._returned if t is output and t._version == version), None)
+
+
+class WholeBatch:
+    """One call of one head over all micro-batches: raw logits in, normalised logits out, both in pieces.
+
+    Attributes:
+        raw: All logits as rows, (values, classes); a leaf of the graph.
+        normed: What the LastNorm makes of them.
+    """
+
+    def __init__(self, norm: LastNorm, parts: list[Tensor]):
+        self.dim = norm.dim
+        last = [p.movedim(self.dim, -1) for p in parts]
+        self.shapes = [p.shape for p in last]
+        self.raw = torch.cat([p.reshape(-1, p.shape[-1]) for p in last]).requires_grad_()
+        self.normed = norm(self.raw)
+
+    def pieces(self, rows: Tensor) -> list[Tensor]:
+        """Rows as the micro-batches had them."""
+        parts = rows.split([s[:-1].numel() for s in self.shapes])
+        return [p.reshape(s).movedim(-1, self.dim) for p, s in zip(parts, self.shapes, strict=True)]
+
+
+class Feed:
+    """Gives each head of one micro-batch its normalised logits, still attached to the whole batch's graph."""
+
+    def __init__(self, normed: dict[Call, Tensor]):
+        self.normed = normed
+
+    def __call__(self, name: str, call: int, logits: Tensor) -> Tensor:
+        """Return a copy, which the model may write into."""
+        if logits.requires_grad:  # all parameters are frozen in this pass: only another head's output can be it
+            raise MicroBatchError(
+                f"{name}: the logits of this head depend on the normalised output of another LastNorm, so two "
+                "passes are not enough. Convert with last_norm=False, or with head= naming one of them"
+            )
+        return self.normed[name, call].clone()
+
+
+class Replay:
+    """Gives the normalised logits forward and the known gradient backward; watches that nothing has changed."""
+
+    def __init__(
+        self, piece: MicroBatch, raw: dict[Call, Tensor], normed: dict[Call, Tensor], grads: dict[Call, Tensor]
+    ):
+        self.piece = piece
+        self.raw, self.normed, self.grads = raw, normed, grads
+        self.deviations: dict[Call, Tensor] = {}
+
+    def __call__(self, name: str, call: int, logits: Tensor) -> Tensor:
+        """Stand in for the LastNorm in the pass with a graph."""
+        key = (name, call)
+        if key not in self.raw:  # activation checkpointing runs the head again, during the backward pass
+            if (name, 1) in self.raw:
+                raise MicroBatchError(
+                    f"{name}: this head is called several times in one forward and recomputed by activation "
+                    "checkpointing, so its calls cannot be told apart. Leave the head out of the checkpoint"
+                )
+            key = (name, 0)
+        now, then = logits.detach(), self.raw[key]
+        self.deviations[key] = (now - then).abs().amax() / then.abs().amax().clamp_min(torch.finfo(then.dtype).tiny)
+        return _KnownGradient.apply(logits, self.normed[key], self.grads[key])
+
+
+class _KnownGradient(torch.autograd.Function):
+    """Values and gradient of the LastNorm, both computed before.
+
+    The output stays attached to the logits, so that DistributedDataParallel finds every parameter in use.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, _logits: Tensor, value: Tensor, grad: Tensor | None) -> Tensor:
+        ctx.grad = grad
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_grads: Tensor) -> Any:
+        # What arrives from the rest of the model is part of the whole batch's answer already.
+        return ctx.grad, None, None

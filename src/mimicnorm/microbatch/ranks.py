@@ -1,0 +1,67 @@
+"""Many processes, one batch: count its samples, agree on failures, synchronise gradients once."""
+
+from __future__ import annotations
+
+import contextlib
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mimicnorm.errors import MicroBatchError
+
+
+def world_size() -> int:
+    """How many ranks share the batch."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The module inside DistributedDataParallel: a pass without gradients needs none of its synchronisation."""
+    wrapped = _ddp(model)
+    return model if wrapped is None else wrapped.module
+
+
+def unsynchronised(model: nn.Module, last: bool) -> AbstractContextManager:
+    """Hold back the gradient reduction for all micro-batches but the last."""
+    wrapped = _ddp(model)
+    return contextlib.nullcontext() if wrapped is None or last else wrapped.no_sync()
+
+
+def _ddp(model: nn.Module) -> DistributedDataParallel | None:
+    inner = getattr(model, "_orig_mod", model)  # torch.compile(DDP(...)), too
+    return inner if isinstance(inner, DistributedDataParallel) else None
+
+
+def agree(amount: float, fault: Exception | None, like: Tensor) -> float:
+    """Sum an amount over all ranks; if any rank has a fault, all raise, so that none waits for it.
+
+    Args:
+        amount: This rank's part: its number of samples, or its denominator.
+        fault: What went wrong here, if anything.
+        like: A tensor on the device that the ranks communicate from.
+    """
+    if world_size() > 1:
+        whole = torch.tensor([amount, float(fault is not None)], dtype=torch.float64)
+        whole = whole.to(like.device, torch.float32 if like.device.type == "mps" else torch.float64)
+        dist.all_reduce(whole)
+        amount, faults = whole.tolist()
+        if faults and fault is None:
+            raise MicroBatchError(
+                f"{int(faults)} of {world_size()} ranks failed in this batch; their own messages say why. Nothing was "
+                "added to the gradients here"
+            )
+    if fault is not None:
+        raise fault
+    return amount
+
+
+def mean_over_ranks(loss: Tensor) -> Tensor:
+    """The whole batch's loss, where each rank's share was multiplied by the number of ranks."""
+    if world_size() == 1:
+        return loss
+    total = loss.clone()
+    dist.all_reduce(total)
+    return total / world_size()
