@@ -134,9 +134,7 @@ def resolve(activation: Any, kinks: Iterable[float] | None = None, **parameters:
     if isinstance(activation, str):
         return _named(activation, parameters)
     if parameters:
-        raise TheoryError(
-            f"parameters {sorted(parameters)} belong to a named activation; bind them into the callable."
-        )
+        raise TheoryError(f"parameters {sorted(parameters)} belong to a named activation; bind them into the callable.")
     if isinstance(activation, type) or not callable(activation):
         raise TheoryError(
             f"activation must be a name, an activation module or a callable on tensors, not {activation!r}."
@@ -204,15 +202,16 @@ def find_kinks(activation: Activation, reach: float = 16.0) -> tuple[float, ...]
     found: set[float] = set()
     for order in range(3):
         lo, hi = grid[:-1], grid[1:]
-        suspicious = (_nth(activation, hi, order) - _nth(activation, lo, order)).abs() > 1e-6
-        lo, hi = lo[suspicious].clone(), hi[suspicious].clone()
-        for _ in range(40):  # the interval ends 1e-14 wide
+        at_lo, at_hi = _nth(activation, lo, order), _nth(activation, hi, order)
+        for _ in range(40):  # the intervals end 1e-14 wide
+            jump = (at_hi - at_lo).abs() > 1e-6
+            lo, hi, at_lo, at_hi = lo[jump], hi[jump], at_lo[jump], at_hi[jump]
             mid = (lo + hi) / 2
-            at_lo, at_mid, at_hi = (_nth(activation, x, order) for x in (lo, mid, hi))
+            at_mid = _nth(activation, mid, order)
             left = (at_mid - at_lo).abs() >= (at_hi - at_mid).abs()
-            lo, hi = torch.where(left, lo, mid), torch.where(left, mid, hi)
-        jumps = (_nth(activation, hi, order) - _nth(activation, lo, order)).abs() > 1e-6
-        found |= {round(float(x), 12) + 0.0 for x in ((lo + hi) / 2)[jumps]}
+            lo, at_lo = torch.where(left, lo, mid), torch.where(left, at_lo, at_mid)
+            hi, at_hi = torch.where(left, mid, hi), torch.where(left, at_mid, at_hi)
+        found |= {round(float(x), 12) + 0.0 for x in ((lo + hi) / 2)[(at_hi - at_lo).abs() > 1e-6]}
     return tuple(sorted(found))
 
 
@@ -224,7 +223,10 @@ def _nth(activation: Activation, x: Tensor, order: int) -> Tensor:
         for _ in range(order):
             if not y.requires_grad:
                 return torch.zeros_like(x).detach()
-            y = torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+            try:
+                y = torch.autograd.grad(y.sum(), x, create_graph=True)[0]
+            except RuntimeError:  # some functions have no double backward: their second derivative goes unsearched
+                return torch.zeros_like(x).detach()
         return y.detach()
 
 
@@ -255,9 +257,7 @@ class ActivationStats:
     variance_slope: float
 
 
-def activation_stats(
-    activation: Any, kinks: Iterable[float] | None = None, **parameters: float
-) -> ActivationStats:
+def activation_stats(activation: Any, kinks: Iterable[float] | None = None, **parameters: float) -> ActivationStats:
     """Compute the moments of an activation under N(0, 1) by quadrature split at its kinks.
 
     Args: as for `resolve`.

@@ -149,9 +149,7 @@ def _graph_copy(a: Any) -> Any:
 def _first_tensor(output: Any) -> Tensor | None:
     if isinstance(output, Tensor):
         return output if output.is_floating_point() else None
-    values = (
-        output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
-    )
+    values = output.values() if isinstance(output, dict) else output if isinstance(output, (tuple, list)) else ()
     return next((t for t in map(_first_tensor, values) if t is not None), None)
 
 

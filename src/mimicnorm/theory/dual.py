@@ -26,9 +26,7 @@ _TABLE_DEGREE = 160
 _PIECES = 4096
 
 
-def dual(
-    activation: Any, rho: Tensor | float, q1: float = 1.0, q2: float | None = None, **parameters: float
-) -> Tensor:
+def dual(activation: Any, rho: Tensor | float, q1: float = 1.0, q2: float | None = None, **parameters: float) -> Tensor:
     """Return phihat(rho) = E[phi(u) phi(v)] for u, v of variances q1, q2 and correlation rho (paper eq. 4).
 
     Example:
@@ -85,6 +83,7 @@ def leaky_slope(activation: Activation) -> float | None:
     return activation.parameters[0][1] if activation.name in ("leaky_relu", "prelu") else None
 
 
+@lru_cache(maxsize=256)
 def require_continuous(activation: Activation) -> None:
     """Refuse an activation with a step: its derivative kernel is infinite at correlation 1."""
     z, w = normal_nodes(activation.kinks)
@@ -152,8 +151,7 @@ def pair_moments(activation: Activation, q1: Tensor, q2: Tensor, rho: Tensor) ->
             f"need a double quadrature (limit {MAX_PAIRS}). Normalise the inputs or use fewer points."
         )
     flat = [
-        _double_quadrature(activation, *row)
-        for row in zip(*(t.flatten().tolist() for t in (q1, q2, rho)), strict=True)
+        _double_quadrature(activation, *row) for row in zip(*(t.flatten().tolist() for t in (q1, q2, rho)), strict=True)
     ]
     both = torch.tensor(flat, dtype=torch.float64, device=rho.device).reshape(*rho.shape, 2)
     return both[..., 0], both[..., 1]
@@ -223,13 +221,14 @@ def sum_series(c1: Tensor, c2: Tensor, rho: Tensor, scale: Tensor) -> tuple[Tens
     """Return sum_k c1_k c2_k rho^k and its derivative by the covariance scale * rho."""
     # drop the terms that cannot matter at the largest |rho| present
     order = torch.arange(c1.shape[-1], dtype=torch.float64, device=rho.device)
-    size = (
-        (c1.abs().flatten(0, -2).amax(0) * c2.abs().flatten(0, -2).amax(0))
-        if c1.dim() > 1
-        else (c1 * c2).abs()
-    )
+    size = (c1.abs().flatten(0, -2).amax(0) * c2.abs().flatten(0, -2).amax(0)) if c1.dim() > 1 else (c1 * c2).abs()
     size = order * size * rho.abs().max() ** order
     terms = max(2, int((size.flip(0).cumsum(0).flip(0) > 1e-17 * size.sum()).sum()) + 1)
+    if rho.numel() * terms < 2**16:  # few values: all powers at once are faster than a loop over terms
+        products, order = (c1 * c2)[..., :terms], order[:terms]
+        powers = rho[..., None] ** order
+        value = (products * powers).sum(-1)
+        return value, (products[..., 1:] * order[1:] * powers[..., :-1]).sum(-1) / scale
     value, slope = torch.zeros_like(rho), torch.zeros_like(rho)
     for k in reversed(range(min(terms, len(order)))):  # Horner, with its derivative alongside
         slope = slope * rho + value

@@ -11,9 +11,7 @@ from torch.func import functional_call, jacrev, vjp, vmap
 
 from .errors import TheoryError
 
-Jacobian = Callable[
-    [slice, dict[str, Tensor]], Tensor
-]  # (samples, parameters) -> (samples, outputs, parameters)
+Jacobian = Callable[[slice, dict[str, Tensor]], Tensor]  # (samples, parameters) -> (samples, outputs, parameters)
 
 
 def empirical_ntk(
@@ -49,9 +47,7 @@ def empirical_ntk(
     if mode not in ("per_sample", "batch"):
         raise TheoryError(f"unknown mode {mode!r}: use 'per_sample' or 'batch'.")
     if outputs not in ("mean", "full"):
-        raise TheoryError(
-            f"unknown outputs {outputs!r}: use 'mean' (m, m2) or 'full' (m, outputs, m2, outputs)."
-        )
+        raise TheoryError(f"unknown outputs {outputs!r}: use 'mean' (m, m2) or 'full' (m, outputs, m2, outputs).")
     parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise TheoryError("the model has no trainable parameter, so its tangent kernel is zero.")
@@ -129,9 +125,7 @@ def _batch(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobi
 
         out, pull, *_ = vjp(whole, group)
         count, width = out.shape
-        unit = torch.eye(count * width, dtype=out.dtype, device=out.device).reshape(
-            count, width, count, width
-        )
+        unit = torch.eye(count * width, dtype=out.dtype, device=out.device).reshape(count, width, count, width)
         directions = unit[samples].reshape(-1, count, width)
         (rows,) = vmap(pull)(directions)
         flat = _flat(rows, 1)
@@ -157,14 +151,10 @@ def _one_tensor(out: Any) -> Tensor:
 
 def _require_independent(model: nn.Module) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (
-            module.training or module.running_mean is None
-        ):
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
             raise TheoryError(
                 f"{name or 'the model'} is a BatchNorm in train mode: its samples depend on each other. "
                 "Use mode='batch', or model.eval() for the running statistics."
             )
         if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-            raise TheoryError(
-                f"{name} is a dropout in train mode: call model.eval() for a kernel without noise."
-            )
+            raise TheoryError(f"{name} is a dropout in train mode: call model.eval() for a kernel without noise.")

@@ -178,9 +178,7 @@ def ntk(inputs: Tensor | None = None, seed: int = 0) -> Figure:
             label=f"{LABELS[kind]}, {words}",
         )
     axes[2].plot(layers, [0.5 ** (i - 1) for i in layers], color="0.6", lw=0.8, label="1/2 per layer")
-    axes[0].set(
-        title=f"condition number, {len(x)} points", xlabel="weight layers", yscale="log", ylim=(0.7, 5e5)
-    )
+    axes[0].set(title=f"condition number, {len(x)} points", xlabel="weight layers", yscale="log", ylim=(0.7, 5e5))
     axes[0].plot([], [], ":", color="0.4", label="dotted: NNGP kernel")
     axes[1].set(title="squared gradient, relative", xlabel="layers back", yscale="log", ylim=(1e-12, 1e14))
     axes[2].set(title="off-diagonal / diagonal NTK", xlabel="weight layers", yscale="log", ylim=(1e-9, 2))
@@ -204,19 +202,13 @@ def residual(inputs: Tensor | None = None, seed: int = 0) -> Figure:
     }
     for label, (kind, scales, colour) in rules.items():
         t = Transition(kind)
-        theory = [1.0] + [
-            float(residual_kernels(x[:2], b, t, scale=scales[:b]).rows[0]) for b in range(1, blocks + 1)
-        ]
-        net = FiniteNetwork(
-            x.shape[1], 256, blocks, t, residual=scales, readout=False, seed=seed, last_norm=True
-        )
+        theory = [1.0] + [float(residual_kernels(x[:2], b, t, scale=scales[:b]).rows[0]) for b in range(1, blocks + 1)]
+        net = FiniteNetwork(x.shape[1], 256, blocks, t, residual=scales, readout=False, seed=seed, last_norm=True)
         with torch.no_grad():
             measured = [float((h**2).mean()) for h in net.hidden(x)]
         # the paper's rule and BatchNorm coincide: the wider line shows below the thinner
         wide = 5.0 if label.endswith("(paper)") else 1.5
-        axes[0].plot(
-            range(blocks + 1), theory, color=colour, label=label, lw=wide, alpha=0.5 if wide > 2 else 1
-        )
+        axes[0].plot(range(blocks + 1), theory, color=colour, label=label, lw=wide, alpha=0.5 if wide > 2 else 1)
         axes[0].plot(range(blocks + 1), measured, "o", ms=3.5, color=colour)
     axes[0].set(
         yscale="log",
@@ -250,9 +242,7 @@ def phase(inputs: Tensor | None = None, seed: int = 0) -> Figure:
             axis.axvline(math.sqrt(2), color="black", lw=1.5)
             axis.text((edge + 3) / 2, 0.5, "unbounded\nvariance", ha="center", color="0.3")
             if edge > 1.5:
-                axis.text(
-                    (edge + math.sqrt(2)) / 2, 0.5, "chaotic", ha="center", rotation=90, color="#aa3344"
-                )
+                axis.text((edge + math.sqrt(2)) / 2, 0.5, "chaotic", ha="center", rotation=90, color="#aa3344")
             axis.text(0.7, 0.5, "ordered", ha="center", color="#224466")
         else:
             axis.fill_betweenx(b, 0, w, color="#4477aa", alpha=0.25, lw=0)

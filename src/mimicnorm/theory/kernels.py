@@ -192,31 +192,21 @@ def block_scales(scale: Scales, blocks: int) -> list[float]:
 def _inputs(x: Tensor, name: str) -> Tensor:
     if not isinstance(x, Tensor) or x.dim() < 2:
         shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-        raise TheoryError(
-            f"{name} must be a tensor of samples (m, ...), not {shape}; a Gram matrix goes in Gram(...)."
-        )
+        raise TheoryError(f"{name} must be a tensor of samples (m, ...), not {shape}; a Gram matrix goes in Gram(...).")
     return x.detach().flatten(1).to(torch.float64)
 
 
 def _start(x: Tensor | Gram, x2: Tensor | None, first_w2: float, first_b2: float) -> _State:
     if isinstance(x, Gram):
         if x2 is not None:
-            raise TheoryError(
-                "a Gram holds both sides already: leave x2 out and give Gram its rows and columns."
-            )
+            raise TheoryError("a Gram holds both sides already: leave x2 out and give Gram its rows and columns.")
         cross, same = x.cross.detach().to(torch.float64), x.rows is None
-        if same and (
-            cross.dim() != 2 or cross.shape[0] != cross.shape[1] or not torch.allclose(cross, cross.T)
-        ):
-            raise TheoryError(
-                f"Gram of shape {tuple(cross.shape)} is not symmetric: give its rows and columns."
-            )
+        if same and (cross.dim() != 2 or cross.shape[0] != cross.shape[1] or not torch.allclose(cross, cross.T)):
+            raise TheoryError(f"Gram of shape {tuple(cross.shape)} is not symmetric: give its rows and columns.")
         q1 = cross.diagonal() if x.rows is None else x.rows.to(torch.float64)
         q2 = q1 if x.columns is None else x.columns.to(torch.float64)
         if cross.shape != (len(q1), len(q2)):
-            raise TheoryError(
-                f"Gram of shape {tuple(cross.shape)} with {len(q1)} rows and {len(q2)} columns."
-            )
+            raise TheoryError(f"Gram of shape {tuple(cross.shape)} with {len(q1)} rows and {len(q2)} columns.")
     else:
         a = _inputs(x, "x")
         b = a if x2 is None else _inputs(x2, "x2")
@@ -226,21 +216,15 @@ def _start(x: Tensor | Gram, x2: Tensor | None, first_w2: float, first_b2: float
         cross, q1, q2 = a @ b.T / n0, (a**2).sum(1) / n0, (b**2).sum(1) / n0
     for name, t in (("kernel", cross), ("variance", q1), ("variance", q2)):
         if not bool(torch.isfinite(t).all()):
-            raise TheoryError(
-                f"the input {name} has non-finite entries; look for NaN or infinity in the inputs."
-            )
+            raise TheoryError(f"the input {name} has non-finite entries; look for NaN or infinity in the inputs.")
     q1, q2, cross = (first_w2 * t + first_b2 for t in (q1, q2, cross))
     for side, q in (("x", q1), ("x2", q2)):
         if not bool((q > 0).all()):
             where = int((q <= 0).nonzero()[0])
-            raise TheoryError(
-                f"sample {where} of {side} is a zero vector: it has no correlation. Leave it out."
-            )
+            raise TheoryError(f"sample {where} of {side} is a zero vector: it has no correlation. Leave it out.")
     excess = (cross.abs() / torch.sqrt(q1[:, None] * q2)).max()
     if excess > 1 + 1e-10:
-        raise TheoryError(
-            f"the Gram matrix implies a correlation of {float(excess):.6g}: it is not positive definite."
-        )
+        raise TheoryError(f"the Gram matrix implies a correlation of {float(excess):.6g}: it is not positive definite.")
     # rho = 1 is unstable under weight mean: a rounding error at equal inputs would grow by chi1 per layer
     identical = cross >= torch.sqrt(q1[:, None] * q2) * (1 - 1e-14)
     identical &= (q1[:, None] - q2).abs() <= 1e-14 * q2
@@ -268,9 +252,7 @@ def _layer(state: _State, t: Transition) -> _State:
     q = state.q1[0]
     equal = bool(((state.q1 - q).abs() <= 1e-14 * q).all() & ((state.q2 - q).abs() <= 1e-14 * q).all())
     power1, power2 = (_each(power_at, phi, side, equal)[0] for side in (state.q1, state.q2))
-    mean1, mean2 = (
-        _each(mean_at, phi, side, equal) if t.centred else 0 * side for side in (state.q1, state.q2)
-    )
+    mean1, mean2 = (_each(mean_at, phi, side, equal) if t.centred else 0 * side for side in (state.q1, state.q2))
     constant = 0.0
     if t.kind == "batch_norm":
         # E[(phi - c)(phi' - c)] with the channel mean c over x, whose pairs are taken as uncorrelated
@@ -293,17 +275,13 @@ def _layer(state: _State, t: Transition) -> _State:
         elif series is None or series[0] is None or series[1] is None:
             value, slope = pair_moments(phi, left, right, rho)
         else:
-            value, slope = sum_series(
-                series[0][rows, None], series[1][columns], rho, torch.sqrt(left * right)
-            )
+            value, slope = sum_series(series[0][rows, None], series[1][columns], rho, torch.sqrt(left * right))
         block = w2 * centred(value, mean1[rows, None], mean2[columns]) + bias
         k[rows, columns] = block
         theta[rows, columns] = block + w2 * slope * state.theta[rows, columns]
     q1, q2 = w2 * centred(power1, mean1, mean1) + bias, w2 * centred(power2, mean2, mean2) + bias
     if not bool(torch.isfinite(q1).all() & torch.isfinite(q2).all()):
-        raise TheoryError(
-            "the kernel became non-finite with depth: sigma_w2 is too large for this activation."
-        )
+        raise TheoryError("the kernel became non-finite with depth: sigma_w2 is too large for this activation.")
     return replace(state, k=k, theta=theta, q1=q1, q2=q2)
 
 

@@ -44,9 +44,7 @@ class Estimate:
         )
 
 
-def _estimate(
-    statement: str, draw: Callable[[int], float], predicted: float, count: int, seed: int
-) -> Estimate:
+def _estimate(statement: str, draw: Callable[[int], float], predicted: float, count: int, seed: int) -> Estimate:
     if count < 2:
         raise TheoryError(f"count must be at least 2 for a standard error, not {count}.")
     values = torch.tensor([draw(seed + i) for i in range(count)], dtype=torch.float64)
@@ -62,9 +60,7 @@ def correlated_pair(n: int, rho: float, seed: int, batch: int | None = None) -> 
     return u, rho * u + math.sqrt(1 - rho**2) * z
 
 
-def dual_activation(
-    activation: Any = "relu", rho: float = 0.5, *, count: int = 100, seed: int = 0
-) -> Estimate:
+def dual_activation(activation: Any = "relu", rho: float = 0.5, *, count: int = 100, seed: int = 0) -> Estimate:
     """Measure E[phi(u) phi(v)] (paper eq. 4), each draw a mean over 10,000 pairs."""
     phi = resolve(activation)
 
@@ -75,9 +71,7 @@ def dual_activation(
     return _estimate(f"dual {phi.name} at {rho:g}", draw, float(dual(phi, rho)), count, seed)
 
 
-def lemma1(
-    n: int = 64, rho: float = 0.5, activation: Any = "relu", *, count: int = 400, seed: int = 0
-) -> Estimate:
+def lemma1(n: int = 64, rho: float = 0.5, activation: Any = "relu", *, count: int = 400, seed: int = 0) -> Estimate:
     """Measure E_W[phi(u)^T Wbar^T Wbar phi(v)] / (n_o (n - 1)); Lemma 1 says phihat(rho) - phihat(0).
 
     The factor is (n_i - 1)/n_i, n_i the fan-in; the appendix prints n_o.
@@ -177,9 +171,7 @@ def theorem3(
 
     x = torch.tensor([[1.0, 0.0], [rho, math.sqrt(1 - rho**2)]], dtype=torch.float64) * math.sqrt(2)
     predicted = float(kernels(x, depth + 1, transition).nngp[0, 1])
-    statement = (
-        f"{kind} {transition.activation.name}, kernel of a pair, rho = {rho:g}, depth {depth}, width {width}"
-    )
+    statement = f"{kind} {transition.activation.name}, kernel of a pair, rho = {rho:g}, depth {depth}, width {width}"
     return _estimate(statement, draw, predicted, count, seed)
 
 
@@ -284,9 +276,7 @@ def residual_variance(
     x = x / x.norm(dim=1, keepdim=True) * 8
 
     def draw(s: int) -> float:
-        net = FiniteNetwork(
-            64, width, blocks, transition, residual=scale, readout=False, seed=s, last_norm=True
-        )
+        net = FiniteNetwork(64, width, blocks, transition, residual=scale, readout=False, seed=s, last_norm=True)
         with torch.no_grad():
             return float((net(x) ** 2).mean())
 

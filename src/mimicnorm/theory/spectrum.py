@@ -100,9 +100,7 @@ def learning_curve(
     if ntk_test is not None:
         # (1 - exp(-v t)) / v tends to t for the null directions of a singular kernel
         null = values.abs() < 1e-300
-        travelled = torch.where(
-            null, t[:, None], -torch.expm1(-values * t[:, None]) / torch.where(null, 1.0, values)
-        )
+        travelled = torch.where(null, t[:, None], -torch.expm1(-values * t[:, None]) / torch.where(null, 1.0, values))
         test = -torch.einsum("im,tm,mo->tio", ntk_test.to(torch.float64) @ vectors, travelled, modes)
         if start_test is not None:
             test = test + start_test.to(torch.float64).reshape(len(ntk_test), -1)
@@ -115,7 +113,5 @@ def _symmetric(kernel: Tensor) -> Tensor:
     if not bool(torch.isfinite(kernel).all()):
         raise TheoryError("the kernel has non-finite entries; look for NaN or infinity in the inputs.")
     if not torch.allclose(kernel, kernel.T, rtol=1e-6, atol=1e-9 * float(kernel.abs().max())):
-        raise TheoryError(
-            "the kernel is not symmetric; a kernel between two sets of points has no eigenvalues."
-        )
+        raise TheoryError("the kernel is not symmetric; a kernel between two sets of points has no eigenvalues.")
     return (kernel + kernel.T) / 2

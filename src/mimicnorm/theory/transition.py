@@ -81,16 +81,12 @@ class Transition:
             raise TheoryError(f"unknown kind {self.kind!r}: use one of {', '.join(map(repr, KINDS))}.")
         object.__setattr__(self, "activation", resolve(self.activation))
         if not (math.isfinite(self.sigma_b2) and self.sigma_b2 >= 0):
-            raise TheoryError(
-                f"sigma_b2 is a variance: it must be finite and at least 0, not {self.sigma_b2}."
-            )
+            raise TheoryError(f"sigma_b2 is a variance: it must be finite and at least 0, not {self.sigma_b2}.")
         if isinstance(self.sigma_w2, str):
             if self.sigma_w2 != "stable":
                 raise TheoryError(f"sigma_w2 must be a positive number or 'stable', not {self.sigma_w2!r}.")
             if self.sigma_b2 >= 1:
-                raise TheoryError(
-                    f"no stable sigma_w2 exists for sigma_b2 = {self.sigma_b2}: it must be below 1."
-                )
+                raise TheoryError(f"no stable sigma_w2 exists for sigma_b2 = {self.sigma_b2}: it must be below 1.")
         elif not (math.isfinite(self.sigma_w2) and self.sigma_w2 > 0):
             raise TheoryError(f"sigma_w2 must be a positive number or 'stable', not {self.sigma_w2!r}.")
         if self.fan_in is not None and self.fan_in < 2:
@@ -198,9 +194,7 @@ class Transition:
         grid[0], grid[1000], grid[-1] = -1.0, 0.0, 1.0
         gap = self(grid) - grid
         if bool((gap.abs() < 1e-13).all()):
-            raise TheoryError(
-                f"every correlation is a fixed point: {self._phi.name} acts as a linear map here."
-            )
+            raise TheoryError(f"every correlation is a fixed point: {self._phi.name} acts as a linear map here.")
         roots = [float(x) for x, g in zip(grid, gap, strict=True) if abs(float(g)) < 1e-14]
         for i in range(len(grid) - 1):
             ends = gap[i], gap[i + 1]

@@ -1,0 +1,1 @@
+"""A package, so that files named like others in tests/ do not clash."""

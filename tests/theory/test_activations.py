@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from mimicnorm.theory import TheoryError, activation_stats, find_kinks, gain, resolve
+from mimicnorm.theory.activations import Activation, names
+
+S = 1 - 1 / math.pi
+
+
+def test_relu_has_the_papers_numbers():
+    stats = activation_stats("relu")
+    assert stats.mean == pytest.approx(1 / math.sqrt(2 * math.pi), rel=1e-14)
+    assert stats.variance == pytest.approx(S / 2, rel=1e-14)
+    assert stats.chi1 == pytest.approx(1 / S, rel=1e-14)
+    assert stats.tbar_slope_at_zero == pytest.approx(1 / (2 * S), rel=1e-14)
+    assert stats.variance_slope == pytest.approx(1, rel=1e-13)
+    assert gain("relu", fan_in=300) ** 2 == pytest.approx(2 * 300 / (299 * S), rel=1e-14)
+    assert gain("relu", "plain") ** 2 == pytest.approx(2, rel=1e-14)
+
+
+# published to five digits; computed here, not pasted into the source
+TABLE = {
+    "relu6": (1.71286, 1.46694, 0.7335, 1.00),
+    "leaky_relu": (1.70483, 1.45337, 0.7412, 1.00),
+    "gelu": (1.70093, 1.31884, 0.7233, 1.06),
+    "silu": (1.78719, 1.21208, 0.7985, 1.10),
+    "hardswish": (1.81387, 1.17962, 0.8225, 1.16),
+    "mish": (1.59203, 1.21426, 0.8055, 1.00),
+    "elu": (1.27084, 1.07901, 0.9367, 0.86),
+    "tanh": (1.59254, 1.17781, 0.9305, 0.46),
+}
+
+
+@pytest.mark.parametrize("name", TABLE)
+def test_table_of_gains(name):
+    stats = activation_stats(name)
+    expected = TABLE[name]
+    assert gain(name) == pytest.approx(expected[0], abs=6e-6)
+    assert stats.chi1 == pytest.approx(expected[1], abs=6e-6)
+    assert stats.tbar_slope_at_zero == pytest.approx(expected[2], abs=6e-5)
+    assert stats.variance_slope == pytest.approx(expected[3], abs=6e-3)
+
+
+@pytest.mark.parametrize("name", [n for n in names() if n != "identity"])
+def test_every_nonlinear_activation_is_chaotic_at_its_weight_mean_gain(name):
+    # Hermite: chi1 - 1 = sum (k - 1) a_k^2 / sum a_k^2 over k >= 1, positive unless affine
+    stats = activation_stats(name)
+    assert stats.chi1 > 1
+    assert stats.tbar_slope_at_zero < 1
+
+
+@pytest.mark.parametrize("name", names())
+def test_moments_agree_with_sampling(name):
+    phi = resolve(name)
+    z = torch.randn(200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    stats, y = activation_stats(name), phi(z)
+    assert abs(float(y.mean()) - stats.mean) < 5 * stats.sd / math.sqrt(len(z))
+    assert float(y.var()) == pytest.approx(stats.variance, rel=0.03)
+
+
+MODULES = [
+    nn.ReLU(),
+    nn.ReLU6(),
+    nn.LeakyReLU(0.2),
+    nn.GELU(),
+    nn.GELU(approximate="tanh"),
+    nn.ELU(0.5),
+    nn.CELU(0.5),
+    nn.SELU(),
+    nn.Hardtanh(-1, 2),
+    nn.Hardswish(),
+    nn.Hardsigmoid(),
+    nn.SiLU(),
+    nn.Mish(),
+    nn.Softplus(2.0),
+    nn.PReLU(init=0.1),
+    nn.Softsign(),
+    nn.LogSigmoid(),
+    nn.Tanhshrink(),
+]
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda m: repr(m).replace(" ", ""))
+def test_torch_modules_resolve_to_the_same_function(module):
+    x = torch.linspace(-8, 8, 333, dtype=torch.float64)
+    with torch.no_grad():
+        assert torch.allclose(resolve(module)(x), module.double()(x), atol=1e-7, rtol=1e-7)
+    if not isinstance(module, nn.PReLU):
+        bare = activation_stats(lambda t: module(t))
+        assert activation_stats(module).chi1 == pytest.approx(bare.chi1, rel=1e-6)
+
+
+def test_a_subclass_of_a_torch_module_keeps_its_own_forward():
+    class Twice(nn.ReLU):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    assert activation_stats(Twice()).mean == pytest.approx(2 * activation_stats("relu").mean, rel=1e-13)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.floats(-6, 6), st.sampled_from(["step", "hinge", "square"]))
+def test_kinks_of_a_callable_are_found(where, kind):
+    shape = {
+        "step": lambda x: (x > where).to(x.dtype) + torch.tanh(x),
+        "hinge": lambda x: (x - where).clamp(min=0) + torch.sin(x),
+        "square": lambda x: (x - where).clamp(min=0) ** 2,
+    }[kind]
+    found = find_kinks(Activation("test", shape, ()))
+    assert len(found) == 1
+    assert found[0] == pytest.approx(where, abs=1e-10)
+
+
+def test_smooth_callables_have_no_kinks():
+    for function in (torch.tanh, torch.sin, torch.erf, lambda x: torch.tanh(3 * x) * x):
+        assert find_kinks(Activation("smooth", function, ())) == ()
+
+
+def test_gain_works_where_converters_call_it():
+    expected = gain("gelu")
+    with torch.device("meta"), torch.inference_mode():
+        assert gain(lambda x: nn.functional.gelu(x)) == pytest.approx(expected, rel=1e-12)
+    with torch.no_grad():
+        assert gain(nn.GELU()) == expected
+
+
+def test_named_parameters_reach_the_function():
+    a = 0.3
+    variance = (1 + a**2) / 2 - (1 - a) ** 2 / (2 * math.pi)
+    assert gain("leaky_relu", negative_slope=a) == pytest.approx(variance**-0.5, rel=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: gain("rellu"), "did you mean 'relu'"),
+        (lambda: gain("qqq"), "known: celu"),
+        (lambda: gain("relu", "fan_avg"), "'weight_mean'"),
+        (lambda: gain("relu", fan_in=0), "at least 1"),
+        (lambda: gain("relu", fan_in=1), "mode='plain'"),
+        (lambda: gain("relu", slope=1.0), "no parameter 'slope'"),
+        (lambda: gain("leaky_relu", negative_slope=math.nan), "negative_slope"),
+        (lambda: gain(3), "must be a name"),
+        (lambda: gain(nn.ReLU), "must be a name"),
+        (lambda: gain(torch.tanh, alpha=1.0), "named activation"),
+        (lambda: gain(lambda x: x.sum()), "not element-wise"),
+        (lambda: gain(lambda x: x * 0 + 2), "constant"),
+        (lambda: gain(lambda x: 1 / (x * 0)), "not finite"),
+    ],
+)
+def test_bad_input_is_named(call, says):
+    with pytest.raises(TheoryError) as caught:
+        call()
+    assert says in str(caught.value)

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mimicnorm.theory import FiniteNetwork, TheoryError, Transition, doctor, propagate
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 3, 3, padding=1)
+        self.norm = nn.BatchNorm2d(3)
+        self.act = nn.ReLU(inplace=True)
+        self.head = nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.head(self.act(x + self.norm(self.conv(x))).mean((2, 3)))
+
+
+def test_each_leaf_call_is_measured_in_order():
+    torch.manual_seed(0)
+    model, x = Residual(), torch.randn(8, 3, 6, 6)
+    signal = propagate(model, x)
+    assert [layer.name for layer in signal.layers] == ["conv", "norm", "act", "head"]
+    conv, norm, act, head = signal.layers
+    with torch.no_grad():
+        out = model.conv(x).double()
+    assert conv.mean == pytest.approx(float(out.mean()), abs=1e-6)
+    assert conv.variance == pytest.approx(float(out.var(correction=0)), rel=1e-5)
+    assert norm.variance == pytest.approx(1, abs=1e-3)
+    assert norm.channel_mean_share == pytest.approx(0, abs=1e-9)
+    assert act.mean > 0
+    assert head.gradient == pytest.approx(1, rel=1e-5)
+    assert all(layer.gradient > 0 for layer in signal.layers)
+
+
+def test_gradients_survive_in_place_activations():
+    # the same network with and without inplace must read the same, before and after the activation
+    torch.manual_seed(0)
+    make = lambda inplace: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace), nn.Linear(8, 2))  # noqa: E731
+    a, b = make(True), make(False)
+    b.load_state_dict(a.state_dict())
+    x = torch.randn(16, 8)
+    for one, two in zip(propagate(a, x).layers, propagate(b, x).layers, strict=True):
+        assert one == two
+
+
+def test_the_network_is_left_as_it_was():
+    torch.manual_seed(0)
+    model, x = Residual(), torch.randn(8, 3, 6, 6)
+    state, data = {k: v.clone() for k, v in model.state_dict().items()}, x.clone()
+    random = torch.random.get_rng_state()
+    propagate(model, x)
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert all(not m._forward_hooks for m in model.modules())
+    assert torch.equal(x, data)
+    assert not x.requires_grad
+    assert model.training
+    assert torch.equal(torch.random.get_rng_state(), random)
+
+
+def test_hooks_go_when_the_model_fails():
+    model = nn.Sequential(nn.Linear(3, 3))
+    with pytest.raises(RuntimeError):
+        propagate(model, torch.ones(2, 5))
+    assert not model[0]._forward_hooks
+
+
+def test_readings_follow_the_theory():
+    t = Transition("weight_mean")
+    x = torch.randn(64, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) + 1.0
+    x = x / x.norm(dim=1, keepdim=True) * 10
+    net = FiniteNetwork(100, 1000, 6, t, outputs=1000)
+    layers = [layer for layer in propagate(net, x).layers if layer.kind == "NtkLinear"]
+    rho = t.iterate(layers[0].correlation, 5)
+    for depth, layer in enumerate(layers):
+        assert layer.variance == pytest.approx(1, abs=0.2)
+        assert layer.correlation == pytest.approx(float(rho[depth]), abs=0.06)
+    growth = (layers[0].gradient / layers[-1].gradient) ** (2 / 5)
+    assert growth == pytest.approx(t.chi1, rel=0.06)
+
+
+def test_call_arguments_tokens_losses_and_dicts():
+    class Tokens(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.out = nn.Embedding(11, 4), nn.Linear(4, 3)
+
+        def forward(self, ids, scale=1.0):
+            return {"logits": scale * self.out(self.embed(ids))}
+
+    ids = torch.randint(11, (5, 7))
+    for call in (ids, (ids,), {"ids": ids, "scale": 2.0}):
+        layers = propagate(Tokens(), call).layers
+        assert [layer.kind for layer in layers] == ["Embedding", "Linear"]
+        assert all(layer.gradient > 0 for layer in layers)
+    quiet = propagate(Tokens(), ids, loss=lambda out: out["logits"].sum() * 0)
+    assert all(layer.gradient == 0 for layer in quiet.layers)
+
+
+def test_one_sample_has_no_pairs():
+    layer = propagate(nn.Linear(3, 3), torch.ones(1, 3)).layers[0]
+    assert math.isnan(layer.correlation)
+
+
+def test_table_rows_and_plot(tmp_path):
+    signal = propagate(Residual(), torch.randn(4, 3, 6, 6))
+    lines = str(signal).splitlines()
+    assert len(lines) == 5
+    assert lines[0].split()[0] == "layer"
+    assert [row["name"] for row in signal.as_dicts()] == ["conv", "norm", "act", "head"]
+    assert [layer.name for layer in signal.weight_layers().layers] == ["conv", "head"]
+    pytest.importorskip("matplotlib")
+    doctor.plot({"before": signal, "after": signal}, tmp_path / "signal.png")
+    assert (tmp_path / "signal.png").stat().st_size > 2000
+
+
+def test_a_network_without_modules_is_named():
+    class Bare(nn.Module):
+        def forward(self, x):
+            return (x, "text")[1]
+
+    with pytest.raises(TheoryError, match="pass loss="):
+        propagate(Bare(), torch.ones(2, 2))

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import importlib
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mimicnorm.theory import TheoryError, dual, dual_slope, resolve
+from mimicnorm.theory.activations import activation_stats
+
+module = importlib.import_module("mimicnorm.theory.dual")  # the package exports the function under the same name
+RHOS = [-1.0, -0.9999, -0.9, -0.3, 0.0, 0.2, 0.7, 0.99, 0.9999, 1 - 1e-9, 1.0]
+VARIANCES = [(1.0, 1.0), (0.3, 2.5), (4.0, 4.0)]
+
+
+def hermite_grid(function, q1, q2, rho, count=150):
+    """Tensor-product Gauss-Hermite: exact for smooth functions, and no panel, series or table of the library."""
+    z, w = np.polynomial.hermite_e.hermegauss(count)
+    w = w / w.sum()
+    u = math.sqrt(q1) * z[:, None]
+    v = math.sqrt(q2) * (rho * z[:, None] + math.sqrt(1 - rho**2) * z[None, :])
+    return float(w @ (function(torch.tensor(u)).numpy() * function(torch.tensor(v)).numpy()) @ w)
+
+
+def test_relu_is_the_arc_cosine_kernel():
+    rho = torch.linspace(-1, 1, 101, dtype=torch.float64)
+    theta = torch.arccos(rho)
+    expected = (torch.sin(theta) + (math.pi - theta) * torch.cos(theta)) / (2 * math.pi)
+    assert torch.allclose(dual("relu", rho), expected, atol=1e-15, rtol=0)
+    assert torch.allclose(dual_slope("relu", rho), (math.pi - theta) / (2 * math.pi), atol=1e-15, rtol=0)
+    assert float(dual("relu", 1.0)) == 0.5
+    assert float(dual("relu", 0.0)) == pytest.approx(1 / (2 * math.pi), rel=1e-15)
+
+
+@pytest.mark.parametrize("name", ["gelu", "erf", "silu", "sigmoid", "softplus"])
+@pytest.mark.parametrize(("q1", "q2"), [(1.0, 1.0), (0.3, 1.5)])
+def test_smooth_duals_agree_with_gauss_hermite(name, q1, q2):
+    phi = resolve(name)
+    for rho in (-0.9, 0.0, 0.6, 0.95):
+        assert float(dual(name, rho, q1, q2)) == pytest.approx(hermite_grid(phi, q1, q2, rho), abs=1e-10)
+        slope = hermite_grid(phi.derivative, q1, q2, rho)
+        assert float(dual_slope(name, rho, q1, q2)) == pytest.approx(slope, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", ["relu", "leaky_relu", "gelu", "erf", "tanh", "silu"])
+@pytest.mark.parametrize(("q1", "q2"), VARIANCES)
+def test_closed_forms_and_series_agree_with_kink_following_quadrature(name, q1, q2):
+    phi = resolve(name)
+    quadrature = [module._double_quadrature(phi, q1, q2, rho) for rho in RHOS]
+    expected = torch.tensor(quadrature, dtype=torch.float64)
+    rho = torch.tensor(RHOS, dtype=torch.float64)
+    assert torch.allclose(dual(phi, rho, q1, q2), expected[:, 0], rtol=1e-12, atol=1e-13)
+    assert torch.allclose(dual_slope(phi, rho, q1, q2), expected[:, 1], rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", ["elu", "hardtanh", "softsign"])
+def test_tables_of_kinked_activations_are_exact_between_their_nodes(name):
+    phi = resolve(name)
+    rho = torch.tensor([-0.77, 0.123456, 0.98765, 1.0], dtype=torch.float64)
+    expected = torch.tensor([module._double_quadrature(phi, 1.0, 1.0, float(r)) for r in rho], dtype=torch.float64)
+    assert torch.allclose(dual(phi, rho), expected[:, 0], rtol=1e-12, atol=1e-13)
+    assert torch.allclose(dual_slope(phi, rho), expected[:, 1], rtol=1e-12, atol=1e-12)
+    assert float(dual(phi, 1.0)) == pytest.approx(activation_stats(phi).second_moment, rel=1e-12)
+
+
+def test_many_correlations_take_the_table_and_few_the_series():
+    rho = torch.linspace(-1, 1, 5001, dtype=torch.float64)
+    few = torch.cat([dual("tanh", part) for part in rho.chunk(4)])
+    assert torch.allclose(dual("tanh", rho), few, atol=1e-13, rtol=0)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.floats(-1, 1), st.floats(0.05, 4), st.floats(0.05, 4), st.sampled_from(["relu", "gelu", "erf"]))
+def test_duals_are_symmetric_bounded_and_increasing_for_monotone_activations(rho, q1, q2, name):
+    value = float(dual(name, rho, q1, q2))
+    assert value == pytest.approx(float(dual(name, rho, q2, q1)), rel=1e-12, abs=1e-15)
+    bound = math.sqrt(float(dual(name, 1.0, q1)) * float(dual(name, 1.0, q2)))
+    assert abs(value) <= bound * (1 + 1e-12)
+    if name != "gelu":
+        assert float(dual_slope(name, rho, q1, q2)) >= 0
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu", "erf", "tanh", "elu"])
+def test_slope_is_the_derivative_by_the_covariance(name):
+    q1, q2, step = 1.0, 1.0, 1e-5
+    rho = torch.tensor([-0.6, 0.1, 0.8], dtype=torch.float64)
+    difference = (dual(name, rho + step, q1, q2) - dual(name, rho - step, q1, q2)) / (2 * step)
+    assert torch.allclose(dual_slope(name, rho, q1, q2), difference, atol=1e-8, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: dual("relu", 1.5), "1.5 is outside [-1, 1]"),
+        (lambda: dual("relu", math.nan), "nan is outside"),
+        (lambda: dual("relu", 0.1, -1.0), "positive and finite"),
+        (lambda: dual("relu", 0.1, 0.0), "zero vectors"),
+        (lambda: dual_slope(torch.sign, 0.1), "has a step"),
+        (lambda: dual("softsin", 0.1), "softsign"),
+    ],
+)
+def test_bad_input_is_named(call, says):
+    with pytest.raises(TheoryError) as caught:
+        call()
+    assert says in str(caught.value)
+
+
+def test_unequal_variances_without_a_formula_are_limited(monkeypatch):
+    monkeypatch.setattr(module, "MAX_PAIRS", 3)
+    with pytest.raises(TheoryError, match="Normalise the inputs"):
+        dual("elu", torch.zeros(4), 1.0, 2.0)

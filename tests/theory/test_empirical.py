@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from mimicnorm.theory import FiniteNetwork, TheoryError, Transition, empirical_ntk, kernels, residual_kernels
+
+
+def explicit(model, x, x2=None):
+    """The full Jacobian, one output of the whole batch after another."""
+
+    def jacobian(batch):
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        out = model(batch).flatten(1)
+        rows = []
+        for value in out.flatten():
+            gradients = torch.autograd.grad(value, parameters, retain_graph=True, allow_unused=True)
+            rows.append(
+                torch.cat(
+                    [
+                        torch.zeros_like(p).flatten() if g is None else g.flatten()
+                        for g, p in zip(gradients, parameters, strict=True)
+                    ]
+                )
+            )
+        return torch.stack(rows).reshape(*out.shape, -1)
+
+    a = jacobian(x)
+    b = a if x2 is None else jacobian(x2)
+    return torch.einsum("icp,jdp->icjd", a, b)
+
+
+def convolutional():
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(100, 3)
+    ).double()
+
+
+@pytest.mark.parametrize("memory", [2**29, 40_000, 1])
+@pytest.mark.parametrize("mode", ["per_sample", "batch"])
+def test_any_memory_limit_gives_the_same_kernel(memory, mode):
+    model = convolutional().eval()
+    x = torch.randn(4, 2, 5, 5, dtype=torch.float64)
+    full = empirical_ntk(model, x, mode=mode, outputs="full", memory_bytes=memory)
+    expected = explicit(model, x)
+    assert torch.allclose(full, expected, rtol=1e-10, atol=1e-12)
+    mean = empirical_ntk(model, x, mode=mode, memory_bytes=memory)
+    assert torch.allclose(mean, torch.einsum("icjc->ij", expected) / 3, rtol=1e-10, atol=1e-12)
+    cross = empirical_ntk(model, x[:3], x[2:], mode=mode, outputs="full", memory_bytes=memory)
+    assert torch.allclose(cross, expected[:3, :, 2:], rtol=1e-10, atol=1e-12)
+
+
+def test_batch_norm_in_train_mode_is_the_whole_batchs_kernel():
+    model = convolutional().train()
+    x = torch.randn(5, 2, 5, 5, dtype=torch.float64)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    got = empirical_ntk(model, x, mode="batch", outputs="full")
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+    assert all(p.grad is None for p in model.parameters())
+    assert model.training
+    assert torch.allclose(got, explicit(model, x), rtol=1e-9, atol=1e-11)
+    frozen = empirical_ntk(model.eval(), x, mode="batch", outputs="full")
+    assert not torch.allclose(got, frozen, rtol=0.05)
+
+
+def test_batch_norm_on_the_output_has_the_constant_vector_in_its_null_space():
+    net = FiniteNetwork(6, 32, 3, Transition("batch_norm"), last_norm=True)
+    x = torch.randn(8, 6, dtype=torch.float64)
+    ntk = empirical_ntk(net, x, mode="batch")
+    assert float((ntk @ torch.ones(8, dtype=torch.float64)).abs().max()) < 1e-9 * float(ntk.abs().max())
+
+
+def test_frozen_parameters_are_left_out():
+    model = convolutional().eval()
+    model[0].requires_grad_(False)
+    x = torch.randn(2, 2, 5, 5, dtype=torch.float64)
+    assert torch.allclose(empirical_ntk(model, x, outputs="full"), explicit(model, x), rtol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["straight", "weight_mean"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "tanh"])
+def test_wide_networks_reach_the_closed_form(kind, activation, inputs):
+    x = inputs[1:5]
+    t = Transition(kind, activation, 1.7, 0.2)
+    expected = kernels(x, 3, t, first_w2=1.3, first_b2=0.1).ntk
+    draws = torch.stack(
+        [empirical_ntk(FiniteNetwork(5, 512, 3, t, outputs=4, first_w2=1.3, first_b2=0.1, seed=s), x) for s in range(8)]
+    )
+    error = draws.std(0) / 8**0.5
+    assert float(((draws.mean(0) - expected).abs() / error).max()) < 6
+    assert float((error / expected.abs()).max()) < 0.15
+
+
+def test_wide_residual_networks_reach_the_closed_form(inputs):
+    x = inputs[1:4]
+    t = Transition("weight_mean", "relu", sigma_b2=0.1)
+    expected = residual_kernels(x, 2, t, readout=True).ntk
+    draws = torch.stack(
+        [empirical_ntk(FiniteNetwork(5, 384, 2, t, residual="sqrt", outputs=4, seed=s), x) for s in range(8)]
+    )
+    error = draws.std(0) / 8**0.5
+    assert float(((draws.mean(0) - expected).abs() / error).max()) < 6
+    assert float((error / expected.abs()).max()) < 0.2
+
+
+@pytest.mark.parametrize(
+    ("make", "kwargs", "says"),
+    [
+        (lambda: convolutional().train(), {}, "1 is a BatchNorm in train mode"),
+        (lambda: nn.Sequential(nn.Flatten(), nn.Linear(50, 1), nn.Dropout(0.5)).double(), {}, "dropout"),
+        (lambda: nn.Flatten(), {}, "no trainable parameter"),
+        (lambda: convolutional().eval(), {"mode": "rows"}, "'per_sample' or 'batch'"),
+        (lambda: convolutional().eval(), {"outputs": "sum"}, "'mean'"),
+    ],
+)
+def test_bad_input_is_named(make, kwargs, says):
+    with pytest.raises(TheoryError) as caught:
+        empirical_ntk(make(), torch.ones(2, 2, 5, 5, dtype=torch.float64), **kwargs)
+    assert says in str(caught.value)
+
+
+def test_outputs_that_are_no_tensor_and_not_finite_are_named():
+    class Pair(nn.Linear):
+        def forward(self, input):
+            return super().forward(input), input
+
+    x = torch.ones(2, 3)
+    with pytest.raises(TheoryError, match="returns tuple"):
+        empirical_ntk(Pair(3, 1), x)
+    with pytest.raises(TheoryError, match="not finite"):
+        empirical_ntk(nn.Linear(3, 1), x * float("nan"))

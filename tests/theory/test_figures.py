@@ -1,0 +1,43 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from mimicnorm.theory import TheoryError, Transition, figures
+
+pytest.importorskip("matplotlib")
+
+
+@pytest.mark.parametrize("name", ["transitions", "correlations", "residual", "phase"])
+def test_figures_are_small_pngs(name, tmp_path):
+    path = tmp_path / "deep" / f"{name}.png"
+    figures.draw(name, path, seed=1)
+    data = path.read_bytes()
+    assert data.startswith(b"\x89PNG")
+    assert 5_000 < len(data) < 150_000
+
+
+def test_callers_data_are_drawn():
+    x = torch.rand(450, 4, 5)
+    axes = figures.correlations(inputs=x).axes
+    assert [axis.get_title() for axis in axes] == ["straight", "weight mean", "BatchNorm"]
+    paths = [line.get_ydata() for line in axes[0].lines]
+    assert len(paths) == 201  # 200 pairs and the infinite width
+    assert all(len(path) == 30 for path in paths)
+
+
+def test_the_fixed_points_drawn_are_those_computed():
+    axis = figures.transitions().axes[1]
+    drawn = {round(float(line.get_xdata()[0]), 12) for line in axis.lines if line.get_marker() == "o"}
+    assert drawn == {point.rho for point in Transition("weight_mean").fixed_points}
+
+
+def test_other_formats_follow_the_ending(tmp_path):
+    figures.draw("phase", tmp_path / "phase.svg")
+    assert "<svg" in (tmp_path / "phase.svg").read_text()
+
+
+def test_every_name_has_a_drawer_and_others_are_refused(tmp_path):
+    assert figures.NAMES == ("distributions", "transitions", "correlations", "ntk", "residual", "phase")
+    with pytest.raises(TheoryError, match="choose one of distributions"):
+        figures.draw("cobweb", tmp_path / "x.png")

@@ -1,0 +1,242 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from mimicnorm.theory import Gram, TheoryError, Transition, condition_number, kernels, layerwise, residual_kernels
+from mimicnorm.theory.kernels import block_scales
+
+
+def arc_cosine(k, q, p, a=0.0):
+    """Leaky ReLU of slope a by the textbook kernels of degree 1 and 0, in numpy, one pair at a time."""
+    c = max(-1.0, min(1.0, k / math.sqrt(q * p)))
+    # arccos turns the rounding of a diagonal entry into 1e-8
+    theta = math.acos(c) if c < 1 - 1e-14 else 0.0
+    relu = math.sqrt(q * p) * (math.sin(theta) + (math.pi - theta) * math.cos(theta)) / (2 * math.pi)
+    step = (math.pi - theta) / (2 * math.pi)
+    # leaky = (1 - a) relu + a x, and E[relu(u) v] = k / 2
+    return (1 - a) ** 2 * relu + a * (1 - a) * k + a**2 * k, (1 - a) ** 2 * step + a * (1 - a) + a**2
+
+
+def arc_sine(k, q, p):
+    inner = 2 * k / math.sqrt((1 + 2 * q) * (1 + 2 * p))
+    return 2 / math.pi * math.asin(inner), 4 / math.pi / math.sqrt((1 + 2 * q) * (1 + 2 * p) - 4 * k**2)
+
+
+def by_grid(name):
+    # the trapezoidal rule converges geometrically for analytic integrands that vanish at both ends
+    z = np.arange(-9, 9.01, 0.05)
+    w = np.exp(-(z**2) / 2)
+    w = w / w.sum()
+    phi = {"gelu": torch.nn.functional.gelu, "silu": torch.nn.functional.silu}[name]
+
+    def pair(k, q, p):
+        c = max(-1.0, min(1.0, k / math.sqrt(q * p)))
+        u = torch.tensor(math.sqrt(q) * z[:, None] + 0 * z, requires_grad=True)
+        v = torch.tensor(math.sqrt(p) * (c * z[:, None] + math.sqrt(1 - c**2) * z[None, :]), requires_grad=True)
+        fu, fv = phi(u), phi(v)
+        gu, gv = torch.autograd.grad(fu.sum() + fv.sum(), (u, v))
+        value = w @ (fu * fv).detach().numpy() @ w
+        return float(value), float(w @ (gu * gv).numpy() @ w)
+
+    return pair
+
+
+DUALS = {
+    "relu": arc_cosine,
+    "leaky_relu": lambda k, q, p: arc_cosine(k, q, p, 0.01),
+    "erf": arc_sine,
+    "gelu": by_grid("gelu"),
+    "silu": by_grid("silu"),
+}
+
+
+def reference(x, y, depth, dual, w2, b2, first_w2, first_b2, centred=False, blocks=None):
+    """NNGP and NTK of one pair by the scalar recursion written out: three NNGP values and one NTK."""
+    n = len(x)
+    q, p, k = (first_w2 * float(a @ b) / n + first_b2 for a, b in ((x, x), (y, y), (x, y)))
+
+    def layer(q, p, k, theta):
+        mean = math.sqrt(q / (2 * math.pi)) * math.sqrt(p / (2 * math.pi)) if centred else 0.0
+        own = [q / (2 * math.pi) if centred else 0.0, p / (2 * math.pi) if centred else 0.0]
+        value, slope = dual(k, q, p)
+        new_k = w2 * (value - mean) + b2
+        return (
+            w2 * (dual(q, q, q)[0] - own[0]) + b2,
+            w2 * (dual(p, p, p)[0] - own[1]) + b2,
+            new_k,
+            new_k + w2 * slope * theta,
+        )
+
+    theta = k
+    if blocks is None:
+        for _ in range(depth - 1):
+            q, p, k, theta = layer(q, p, k, theta)
+        return k, theta
+    for s in blocks:
+        state = (q, p, k, theta)
+        for _ in range(depth):
+            state = layer(*state)
+        q, p, k, theta = (a + s**2 * b for a, b in zip((q, p, k, theta), state, strict=True))
+    _, _, k, theta = layer(q, p, k, theta)
+    return k, theta
+
+
+@pytest.mark.parametrize("name", DUALS)
+@pytest.mark.parametrize("depth", [1, 2, 5])
+def test_unnormalised_inputs_with_biases(name, depth, inputs):
+    t = Transition("straight", name, 1.3, 0.2)
+    got = kernels(inputs, depth, t, first_w2=1.7, first_b2=0.05)
+    for i, j in ((0, 0), (0, 5), (1, 4), (2, 3)):
+        k, theta = reference(inputs[i], inputs[j], depth, DUALS[name], 1.3, 0.2, 1.7, 0.05)
+        assert float(got.nngp[i, j]) == pytest.approx(k, rel=1e-10)
+        assert float(got.ntk[i, j]) == pytest.approx(theta, rel=1e-10)
+
+
+@pytest.mark.parametrize("depth", [2, 20, 50])
+def test_weight_mean_relu_of_any_norms(depth, inputs):
+    w2 = 2 / (1 - 1 / math.pi)
+    got = kernels(inputs, depth, Transition("weight_mean"))
+    for i, j in ((0, 5), (1, 4)):
+        k, theta = reference(inputs[i], inputs[j], depth, arc_cosine, w2, 0.0, 1.0, 0.0, centred=True)
+        assert float(got.nngp[i, j]) == pytest.approx(k, rel=1e-10, abs=1e-13)
+        assert float(got.ntk[i, j]) == pytest.approx(theta, rel=1e-10, abs=1e-13)
+
+
+def test_finite_fan_in_enters_an_explicit_sigma_w2(inputs):
+    got = kernels(inputs, 3, Transition("weight_mean", "relu", 3.0, 0.1, fan_in=16))
+    k, theta = reference(inputs[0], inputs[3], 3, arc_cosine, 3.0 * 15 / 16, 0.1, 1.0, 0.0, centred=True)
+    assert float(got.nngp[0, 3]) == pytest.approx(k, rel=1e-11)
+    assert float(got.ntk[0, 3]) == pytest.approx(theta, rel=1e-11)
+
+
+@pytest.mark.parametrize("centred", [False, True])
+def test_residual_blocks(centred, inputs):
+    t = Transition("weight_mean" if centred else "straight", "relu", 1.6, 0.1)
+    got = residual_kernels(inputs, 3, t, layers_per_block=2, scale="sqrt", readout=True, first_b2=0.3)
+    scales = [1, 2**-0.5, 3**-0.5]
+    for i, j in ((0, 5), (2, 2), (1, 3)):
+        k, theta = reference(inputs[i], inputs[j], 2, arc_cosine, 1.6, 0.1, 1.0, 0.3, centred=centred, blocks=scales)
+        assert float(got.nngp[i, j]) == pytest.approx(k, rel=1e-11)
+        assert float(got.ntk[i, j]) == pytest.approx(theta, rel=1e-11)
+
+
+@pytest.mark.parametrize("kind", ["straight", "weight_mean"])
+@pytest.mark.parametrize("name", ["relu", "silu", "elu"])
+def test_cross_kernels_are_blocks_of_the_whole(kind, name, inputs):
+    t = Transition(kind, name, 1.3, 0.1)
+    whole, cross = kernels(inputs[:4], 3, t), kernels(inputs[:2], 3, t, inputs[2:4])
+    assert torch.allclose(cross.nngp, whole.nngp[:2, 2:], rtol=1e-11, atol=1e-13)
+    assert torch.allclose(cross.ntk, whole.ntk[:2, 2:], rtol=1e-11, atol=1e-13)
+    assert torch.allclose(cross.columns, whole.rows[2:], rtol=1e-12)
+    shared = kernels(inputs[:3], 3, t, inputs[1:4])
+    assert torch.allclose(shared.ntk, whole.ntk[:3, 1:], rtol=1e-11, atol=1e-13)
+
+
+def test_blocks_of_rows_do_not_show():
+    # 300 points take several cache blocks; 3 take one
+    x = torch.randn(300, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    t = Transition("weight_mean", "gelu", 1.8, 0.1)
+    some = [0, 140, 299]
+    few, many = kernels(x[some], 4, t), kernels(x, 4, t)
+    assert torch.allclose(many.ntk[some][:, some], few.ntk, rtol=1e-12)
+    assert torch.equal(many.ntk, many.ntk.T)
+
+
+def test_equal_inputs_stay_equal_fifty_layers_deep(inputs):
+    # rounding at rho = 1 would grow by 1.467 per layer: 2e-16 to 4e-8
+    t = Transition("weight_mean")
+    both = kernels(inputs, 50, t, inputs.clone())
+    assert torch.allclose(both.nngp.diagonal(), both.rows, rtol=1e-12)
+    twice = kernels(torch.cat([inputs, inputs]), 50, t)
+    assert torch.allclose(twice.ntk[:6, 6:].diagonal(), twice.ntk[:6, :6].diagonal(), rtol=1e-12)
+
+
+def test_the_ntk_sum_runs_to_the_last_transition_but_one():
+    # with normalised inputs the recursion is the paper's sum with its product over r = l .. L-1
+    t, depth = Transition("weight_mean"), 6
+    x = torch.tensor([[1.0, 0.0], [0.6, 0.8]], dtype=torch.float64) * math.sqrt(2)
+    path = t.iterate(0.6, depth - 1)
+    slopes = t.derivative(path)
+    right = sum(float(path[i]) * math.prod(slopes[i : depth - 1].tolist()) for i in range(depth))
+    printed = sum(float(path[i]) * math.prod(slopes[i + 1 : depth].tolist()) for i in range(depth))
+    got = float(kernels(x, depth, t).ntk[0, 1])
+    assert got == pytest.approx(right, rel=1e-12)
+    assert abs(printed / right - 1) > 0.05
+
+
+def test_gram_and_inputs_agree(inputs):
+    t = Transition("weight_mean", "erf")
+    gram = inputs @ inputs.T / inputs.shape[1]
+    assert torch.allclose(kernels(Gram(gram), 4, t).ntk, kernels(inputs, 4, t).ntk, rtol=1e-12)
+    cross = kernels(Gram(gram[:2, 2:], gram.diagonal()[:2], gram.diagonal()[2:]), 4, t)
+    assert torch.allclose(cross.ntk, kernels(inputs, 4, t).ntk[:2, 2:], rtol=1e-12)
+
+
+def test_batch_norm_on_normalised_data_is_the_papers_form():
+    x = torch.randn(5, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    x = x / x.norm(dim=1, keepdim=True) * 3
+    bn, wm = (kernels(x, 6, Transition(kind)) for kind in ("batch_norm", "weight_mean"))
+    assert torch.allclose(bn.ntk, wm.ntk, rtol=1e-11, atol=1e-13)
+
+
+def test_residual_profiles():
+    x = torch.eye(3, dtype=torch.float64) * math.sqrt(3)
+
+    def variance(kind, scale, blocks=8):
+        return float(residual_kernels(x, blocks, Transition(kind), scale=scale).rows[0])
+
+    assert variance("weight_mean", "sqrt") == pytest.approx(9, rel=1e-12)
+    assert variance("batch_norm", 1.0) == pytest.approx(9, rel=1e-12)
+    assert variance("weight_mean", "none") == pytest.approx(256, rel=1e-12)
+    code = [1.44 * (1 - 1 / math.pi) / (i + 1) for i in range(8)]
+    assert variance("weight_mean", code) == pytest.approx(3.157, abs=1e-3)
+    assert block_scales("linear", 3) == [1, 1 / 2, 1 / 3]
+
+
+def test_condition_numbers_of_the_three_phases():
+    m = 10
+    x = torch.eye(m, dtype=torch.float64) * math.sqrt(m)
+    *_, critical = layerwise(x, 400, Transition("straight"))
+    assert condition_number(critical.ntk) == pytest.approx((m + 3) / 3, rel=0.04)
+    assert condition_number(critical.nngp) > 1000
+    assert condition_number(kernels(x, 20, Transition("weight_mean")).ntk) == pytest.approx(1, abs=1e-9)
+    ordered = Transition("straight", "relu", 1.5, 0.25)
+    shallow, deep = (condition_number(kernels(x, depth, ordered).ntk) for depth in (40, 60))
+    assert deep > 10 * shallow
+
+
+def test_off_diagonal_ntk_halves_per_layer():
+    x = torch.tensor([[1.0, 0.0], [0.2, math.sqrt(0.96)]], dtype=torch.float64) * math.sqrt(2)
+    ratio = [float(k.ntk[0, 1] / k.ntk[0, 0]) for k in layerwise(x, 41, Transition("weight_mean"))]
+    assert ratio[40] / ratio[39] == pytest.approx(0.5, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda x, t: kernels(x, 0, t), "at least 1, not 0"),
+        (lambda x, t: kernels(x, 2.0, t), "integer"),
+        (lambda x, t: kernels(x[0], 2, t), "tensor of samples"),
+        (lambda x, t: kernels([[1.0]], 2, t), "list"),
+        (lambda x, t: kernels(x * math.nan, 2, t), "non-finite"),
+        (lambda x, t: kernels(x * torch.tensor([1, 0, 1, 1, 1, 1.0])[:, None], 2, t), "sample 1 of x"),
+        (lambda x, t: kernels(x, 2, t, x[:, :3]), "5 features and x2 has 3"),
+        (lambda x, t: kernels(Gram(torch.ones(2, 3)), 2, t), "not symmetric"),
+        (lambda x, t: kernels(Gram(torch.tensor([[1.0, 2.0], [2.0, 1.0]])), 2, t), "correlation of 2"),
+        (lambda x, t: kernels(Gram(torch.ones(2, 3), torch.ones(2), torch.ones(2)), 2, t), "2 columns"),
+        (lambda x, t: kernels(Gram(torch.eye(2)), 2, t, x), "leave x2 out"),
+        (lambda x, t: residual_kernels(x, 0, t), "at least 1"),
+        (lambda x, t: residual_kernels(x, 2, t, scale="cube"), "'sqrt'"),
+        (lambda x, t: residual_kernels(x, 2, t, scale=[1.0]), "1 scales were given for 2"),
+        (lambda x, t: kernels(x, 2, Transition(activation=torch.sign)), "has a step"),
+        (lambda x, t: kernels(x, 2000, Transition(sigma_w2=9.0)), "non-finite with depth"),
+    ],
+)
+def test_bad_input_is_named(call, says, inputs):
+    with pytest.raises(TheoryError) as caught:
+        call(inputs, Transition("weight_mean"))
+    assert says in str(caught.value)
