@@ -22,10 +22,12 @@ class Analysis:
 
     batch: int
     saved_bytes: int
-    """What autograd keeps from the forward for the backward pass, each storage once, without parameters and
-    buffers. The input batch is part of it if a layer saves it, as a first convolution does."""
+    """What autograd keeps from the forward for the backward pass, each storage once. Parameters, buffers and the
+    input batch are apart: they are there anyway, saved or not."""
     parameters: int
     buffers: int
+    inputs: int
+    """The call arguments of the model."""
     gradients: int
     optimizer_state: int
     timeline: tuple[Moment, ...]
@@ -57,6 +59,7 @@ class Analysis:
             depth: Keep that many parts of the qualified names and add up what is below.
 
         Example:
+            >>> import torch
             >>> from mimicnorm import memory
             >>> net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
             >>> memory.measure(net, (4, 8)).by_module()["1"]
@@ -77,7 +80,10 @@ class Analysis:
         table.add_column("memory", justify="right")
         table.add_column("at the peak", justify="right")
         peak = self.peak
-        table.add_row("parameters and buffers", format_bytes(self.parameters + self.buffers), format_bytes(peak.parameters))
+        table.add_row(
+            "parameters and buffers", format_bytes(self.parameters + self.buffers), format_bytes(peak.parameters)
+        )
+        table.add_row("inputs", format_bytes(self.inputs), format_bytes(peak.inputs))
         table.add_row("gradients", format_bytes(self.gradients), format_bytes(peak.gradients))
         table.add_row("optimizer state", format_bytes(self.optimizer_state), format_bytes(peak.optimizer_state))
         table.add_row("saved for backward", format_bytes(self.saved_bytes), format_bytes(peak.activations))
@@ -111,6 +117,7 @@ class Analysis:
             "peak": asdict(self.peak),
             "parameters": self.parameters,
             "buffers": self.buffers,
+            "inputs": self.inputs,
             "gradients": self.gradients,
             "optimizer_state": self.optimizer_state,
             "by_module": self.by_module(),

@@ -12,6 +12,7 @@ from mimicnorm.memory.units import format_bytes
 
 _COLOURS = {
     "parameters": "#4c5c78",
+    "inputs": "#a9b665",
     "optimizer_state": "#8b7fb5",
     "gradients": "#d98c5f",
     "activations": "#5ba3a0",
@@ -55,7 +56,9 @@ def _draw(panel, analysis: Analysis, unit: int) -> None:
     starts = {moment.phase: index for index, moment in reversed(list(enumerate(timeline)))}
     for phase, start in starts.items():
         panel.axvline(start, color="black", linewidth=0.5, alpha=0.5)
-        panel.annotate(phase, (start, 1), xycoords=("data", "axes fraction"), xytext=(2, 3), textcoords="offset points", fontsize=7)
+        panel.annotate(
+            phase, (start, 1), xycoords=("data", "axes fraction"), xytext=(2, 3), textcoords="offset points", fontsize=7
+        )
     at = max(range(len(timeline)), key=lambda index: timeline[index].total)
     panel.plot([at], [analysis.peak_bytes / unit], "v", color="black", markersize=5)
     panel.axhline(analysis.peak_bytes / unit, color="black", linewidth=0.6, linestyle=":")

@@ -61,7 +61,9 @@ def replicate(model: nn.Module, example: Any, *, fake: bool = True, batch: int |
     copying = FakeCopyMode(mode) if isinstance(mode, FakeTensorMode) else nullcontext()
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
-            raise MemoryPredictionError(f"parameter {name!r} has no shape yet: run the lazy model once on real data first")
+            raise MemoryPredictionError(
+                f"parameter {name!r} has no shape yet: run the lazy model once on real data first"
+            )
     with copying:
         twin = copy.deepcopy(model)
     for parameter in twin.parameters():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
@@ -103,10 +104,17 @@ def measure_batch(
         names = _follow_modules(replica)
         with replica.mode:
             if replica.compiled:
-                # A dispatch mode would keep the compiler from starting; compiled code runs under one.
-                _forward(replica, names, loss or default_loss, autocast)[1].backward()
-                replica.model.zero_grad()
+                _compile(replica, names, loss or default_loss, autocast)
             return _tracked_step(replica, names, make_optimizer, loss or default_loss, autocast)
+
+
+def _compile(replica: Replica, names: _Names, loss: Loss, autocast: torch.dtype | None) -> None:
+    """Run once for the compiler, so that the tracker sees compiled code and not the compiler at work."""
+    with warnings.catch_warnings():
+        # The compiler looks at .grad of every input; fake intermediate results answer with a warning.
+        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
+        _forward(replica, names, loss, autocast)[1].backward()
+    replica.model.zero_grad()
 
 
 def _tracked_step(
@@ -117,12 +125,13 @@ def _tracked_step(
     with tracker:
         for parameter in model.parameters():
             tracker.add(parameter, "parameters")
-            parameter.register_post_accumulate_grad_hook(lambda p: tracker.add(p.grad, "gradients"))
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(lambda p: tracker.add(p.grad, "gradients"))
         parameters_bytes = tracker.category_bytes("parameters")
         for buffer in model.buffers():
             tracker.add(buffer, "parameters")
         for tensor in replica.inputs:
-            tracker.add(tensor)
+            tracker.add(tensor, "inputs")
         optimizer = _with_state(make_optimizer, model, tracker)
         own_bytes = tracker.category_bytes("parameters")
         with tracker.during("forward"), saved_tensors_hooks(lambda t: _saved(tracker, t, names), lambda t: t):
@@ -140,6 +149,7 @@ def _tracked_step(
         saved_bytes=sum(saved_by_module.values()),
         parameters=parameters_bytes,
         buffers=own_bytes - parameters_bytes,
+        inputs=tracker.category_bytes("inputs"),
         gradients=gradients_bytes,
         optimizer_state=tracker.category_bytes("optimizer_state"),
         timeline=tuple(tracker.timeline),
@@ -151,7 +161,7 @@ def default_loss(output: Any) -> Tensor:
     """Make a scalar of any output: cross entropy where there are classes, a sum elsewhere.
 
     Example:
-        >>> default_loss({"logits": torch.zeros(5, 2)}).item()
+        >>> default_loss({"logits": torch.zeros(5, 2, requires_grad=True)}).item()
         0.6931471824645996
     """
     terms = [

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-CATEGORIES = ("parameters", "optimizer_state", "gradients", "activations", "temporary")
+CATEGORIES = ("parameters", "inputs", "optimizer_state", "gradients", "activations", "temporary")
 
 
 @dataclass
@@ -32,13 +32,15 @@ class Moment:
     """``"forward"``, ``"backward"`` or ``"optimizer"``."""
     parameters: int
     """Parameters and buffers."""
+    inputs: int
+    """The call arguments, which the caller holds whether or not autograd saves them."""
     optimizer_state: int
     gradients: int
     """What stands in ``.grad`` of a parameter."""
     activations: int
     """What autograd keeps for the backward pass."""
     temporary: int
-    """All else: results on their way to the next layer, gradients of activations, an input nobody saved."""
+    """All else: results on their way to the next layer, gradients of activations."""
 
     @property
     def total(self) -> int:
@@ -68,9 +70,9 @@ class StorageTracker(TorchDispatchMode):
     def add(self, tensor: torch.Tensor, category: str = "temporary", saved_by: str | None = None) -> None:
         """Count the storage of a tensor under a category; a storage that is known changes its category.
 
-        A parameter that autograd saves stays a parameter, and what is saved already stays with its first saver.
+        What autograd saves of parameters and inputs stays theirs, and a saved storage stays with its first saver.
         """
-        if tensor.device.type != self.device_type or not tensor.layout == torch.strided:
+        if tensor.device.type != self.device_type or tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
         known = self._alive.get(storage._cdata)
@@ -117,7 +119,7 @@ class StorageTracker(TorchDispatchMode):
         """Let compiled code stay compiled under this mode; torch would run it eagerly otherwise."""
         return True
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ARG002
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run one operation and count the storages it made."""
         self._record()  # what died since the last operation is gone, what it left is alive
         result = func(*args, **(kwargs or {}))

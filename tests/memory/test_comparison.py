@@ -1,0 +1,70 @@
+import json
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+from mimicnorm.errors import NameNotFoundError
+from mimicnorm.memory import compare, largest_batch, measure
+from mimicnorm.methods import BatchNorm, MimicNorm, NoNorm
+
+
+def small():
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.Conv2d(32, 32, 3), nn.BatchNorm2d(32), nn.ReLU(),
+        nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def resnet18():
+    return compare(zoo.torchvision().models.resnet18(), (8, 3, 224, 224))
+
+
+def test_half_of_a_resnets_activations_go(resnet18):
+    assert list(resnet18.analyses) == ["batchnorm", "mimicnorm", "nonorm"]
+    assert resnet18.saved_ratio("batchnorm") == 1
+    assert resnet18.saved_ratio("mimicnorm") < 0.5405
+    assert resnet18.analyses["mimicnorm"].saved_bytes < 1.005 * resnet18.analyses["nonorm"].saved_bytes
+    assert resnet18.peak_ratio("mimicnorm") < 0.85
+
+
+def test_the_first_row_is_the_network_as_it_is(resnet18):
+    network = zoo.torchvision().models.resnet18()
+    assert resnet18.analyses["batchnorm"].as_dict() == measure(network, (8, 3, 224, 224)).as_dict()
+    assert "largest" not in str(resnet18)
+
+
+def test_the_table_and_the_dictionary_show_every_method():
+    result = compare(small(), (8, 3, 32, 32), budget="256 MiB")
+    assert result.largest_batches["mimicnorm"] > 1.4 * result.largest_batches["batchnorm"]
+    assert result.largest_batches["batchnorm"] == largest_batch(small(), (8, 3, 32, 32), "256 MiB")
+    text = str(result)
+    assert "largest batch in 256.00 MiB" in text
+    for name in result.analyses:
+        assert f"{result.saved_ratio(name):.3f}" in text
+        assert str(result.largest_batches[name]) in text
+    loaded = json.loads(json.dumps(result.as_dict()))
+    assert loaded["methods"]["mimicnorm"]["peak_ratio"] == result.peak_ratio("mimicnorm")
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_conversion_keeps_its_saving_under_autocast_and_compile():
+    methods = [BatchNorm(), MimicNorm(), NoNorm()]
+    for model, autocast in [(small(), torch.bfloat16), (torch.compile(small()), None)]:
+        result = compare(model, (64, 3, 32, 32), methods, autocast=autocast)
+        saved = {name: analysis.saved_bytes for name, analysis in result.analyses.items()}
+        assert saved["mimicnorm"] < 0.75 * saved["batchnorm"]
+        assert saved["mimicnorm"] < 1.01 * saved["nonorm"]
+
+
+def test_names_are_methods_and_the_model_is_left_alone():
+    model = small()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    result = compare(model, torch.zeros(16, 3, 32, 32), ["nonorm", "batchnorm"])
+    assert result.saved_ratio("batchnorm") > 1.4
+    torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
+    with pytest.raises(NameNotFoundError, match="groupnrm"):
+        compare(model, (16, 3, 32, 32), ["groupnrm"])

@@ -1,0 +1,31 @@
+import pytest
+
+from mimicnorm.errors import MemoryPredictionError
+from mimicnorm.memory import format_bytes, parse_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("16GiB", 2**34),
+        (" 16 gib ", 2**34),
+        ("1.5 KB", 1500),
+        ("2MB", 2_000_000),
+        (".5TiB", 2**39),
+        (7, 7),
+        ("12b", 12),
+    ],
+)
+def test_amounts_are_read_with_their_unit(text, count):
+    assert parse_bytes(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "16 gigs", "-3 MiB", "1e9", "0", 0, -1, "1.2.3 MB"])
+def test_what_is_no_amount_is_refused_with_an_example(text):
+    with pytest.raises(MemoryPredictionError, match=r"not an amount of memory.*'16 GiB'"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize("count", [1, 1023, 1024, 5 * 2**20, 16 * 2**30, 3 * 2**40])
+def test_what_is_written_reads_back_the_same(count):
+    assert parse_bytes(format_bytes(count)) == count
