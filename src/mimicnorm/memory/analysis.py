@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from mimicnorm.memory.tracker import CATEGORIES, Moment
+from mimicnorm.memory.tracker import Moment
 from mimicnorm.memory.units import format_bytes
 
 if TYPE_CHECKING:
@@ -136,6 +136,3 @@ def as_text(table: Table) -> str:
     with console.capture() as captured:
         console.print(table)
     return captured.get()
-
-
-__all__ = ["CATEGORIES", "LOSS", "ROOT", "Analysis", "as_text"]

@@ -112,13 +112,14 @@ def compare(
         True
     """
     budget_bytes = None if budget is None else parse_bytes(budget)
-    compiled = isinstance(model, OptimizedModule)
+    compiled = isinstance(model, OptimizedModule) or model._compiled_call_impl is not None
     plain = model._orig_mod if isinstance(model, OptimizedModule) else model
     small = first_samples(example, 2)  # the surgery reads shapes, it needs no large batch
     analyses, batches = {}, {}
     for method in map(as_method, methods):
         network = convert(plain, method, example=small, init=None)
-        network = torch.compile(network) if compiled else network
+        if compiled:
+            network.compile()
         analyses[method.name] = measure(network, example, loss=loss, optimizer=optimizer, autocast=autocast)
         if budget_bytes is not None:
             batches[method.name] = largest_batch(

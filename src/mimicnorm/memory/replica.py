@@ -60,7 +60,7 @@ def replicate(model: nn.Module, example: Any, *, fake: bool = True, batch: int |
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else nullcontext()
     copying = FakeCopyMode(mode) if isinstance(mode, FakeTensorMode) else nullcontext()
     for name, parameter in model.named_parameters():
-        if isinstance(parameter, nn.parameter.UninitializedTensorMixin):
+        if isinstance(parameter, nn.UninitializedParameter):
             raise MemoryPredictionError(
                 f"parameter {name!r} has no shape yet: run the lazy model once on real data first"
             )

@@ -1,0 +1,366 @@
+"""The memory of training, predicted and measured; one JSON file in ``results/`` per part.
+
+    python benchmarks/memory.py [ratios] [peak] [prediction] [paper] [alternatives] [inductor]
+
+ratios        bytes saved for backward, converted / BatchNorm: five networks, eager, bf16 autocast, torch.compile
+peak          ResNet-50 at batch 256 and the largest batch in 16 GiB, with the cost of predicting; one figure
+prediction    predicted peak against the profiler's memory events of a real step on the CPU
+paper         the memory columns of the paper's tables beside the prediction for the same batch
+alternatives  what else saves memory in a ResNet-50, with real time per step and real peak
+inductor      what a real torch.compile run on the CPU saves, against the prediction
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from provenance import ROOT, provenance, save
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from mimicnorm import memory
+from mimicnorm.convert import convert
+from mimicnorm.methods import METHODS, BatchNorm, MimicNorm, NoNorm
+
+sys.path.insert(0, str(ROOT / "tests" / "memory"))
+
+import zoo
+from profiled_step import profiled_peak
+
+MIB = 2**20
+FIGURES = Path(ROOT, "docs", "figures")
+FIVE = ("resnet50", "resnet18", "vgg16_bn", "shufflenet_v2_x0_5", "densenet121")
+
+
+def build(name: str, **settings) -> nn.Module:
+    if name.startswith("timm:"):
+        return zoo.timm().create_model(name.removeprefix("timm:"), **settings)
+    if name in ("googlenet", "inception_v3"):
+        settings |= {"init_weights": False, "aux_logits": False}
+    return getattr(zoo.torchvision().models, name)(**settings)
+
+
+# -- ratios ------------------------------------------------------------------------------------
+
+
+def ratios() -> None:
+    batch, image = 8, 224
+    rows = []
+    for name in FIVE:
+        for setting in ("eager", "bf16 autocast", "compile"):
+            model = build(name)
+            if setting == "compile":
+                model.compile()
+            autocast = torch.bfloat16 if setting == "bf16 autocast" else None
+            result = memory.compare(model, (batch, 3, image, image), autocast=autocast)
+            saved = {method: analysis.saved_bytes_per_sample / MIB for method, analysis in result.analyses.items()}
+            row = {
+                "network": name,
+                "setting": setting,
+                "saved_mib_per_image": saved,
+                "mimicnorm_over_batchnorm": saved["mimicnorm"] / saved["batchnorm"],
+                "mimicnorm_over_nonorm": saved["mimicnorm"] / saved["nonorm"],
+            }
+            print(row, flush=True)
+            rows.append(row)
+            save("memory-ratios", provenance(batch=batch, image=image) | {"rows": rows})
+
+
+# -- peak --------------------------------------------------------------------------------------
+
+
+def peak() -> None:
+    batch, image, budget = 256, 224, "16 GiB"
+    model = build("resnet50")
+    start = time.process_time()
+    memory.measure(model, (batch, 3, image, image))
+    seconds = time.process_time() - start
+    resident_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    result = memory.compare(model, (batch, 3, image, image), budget=budget)
+    print(result)
+    memory.plot(result, FIGURES / "memory-resnet50.png")
+    rows = result.as_dict()
+    for row in rows["methods"].values():
+        row["by_module"] = result.analyses["batchnorm"].by_module(1) if row is rows["methods"]["batchnorm"] else None
+    batches = result.largest_batches
+    save(
+        "memory-peak",
+        provenance(network="resnet50", batch=batch, image=image, optimizer="sgd-momentum", budget=budget)
+        | {
+            "cpu_seconds_of_one_prediction": seconds,
+            "resident_mib_of_the_process_after_it": resident_mib,
+            "largest_batch_ratio": batches["mimicnorm"] / batches["batchnorm"],
+            **rows,
+        },
+    )
+
+
+# -- prediction --------------------------------------------------------------------------------
+
+TEN = {
+    "resnet18": 112,
+    "resnet50": 112,
+    "vgg11_bn": 64,
+    "densenet121": 112,
+    "shufflenet_v2_x0_5": 112,
+    "mobilenet_v2": 112,
+    "googlenet": 112,
+    "efficientnet_b0": 112,
+    "regnet_y_400mf": 112,
+    "timm:repvgg_a0": 112,
+    "resnet18 converted": 112,
+    "mobilenet_v2 converted": 112,
+}
+
+
+def build_or_convert(name: str, image: int) -> nn.Module:
+    plain, _, converted = name.partition(" ")
+    model = build(plain)
+    return convert(model, MimicNorm(), example=(2, 3, image, image), init=None) if converted else model
+
+
+def prediction() -> None:
+    rows = []
+    for name, image in TEN.items():
+        model = build_or_convert(name, image)
+        for optimizer in ("sgd-momentum", "adamw"):
+            for batch in (8, 16, 32):
+                shape = (batch, 3, image, image)
+                predicted = memory.measure(model, shape, optimizer=optimizer).peak_bytes
+                # The copy is made under the profiler, so that its parameters are counted too.
+                real = profiled_peak(partial(copy.deepcopy, model), shape, optimizer)
+                row = {
+                    "network": name,
+                    "image": image,
+                    "batch": batch,
+                    "optimizer": optimizer,
+                    "predicted_bytes": predicted,
+                    "profiled_bytes": real.all_bytes,
+                    "profiled_bytes_without_convolution_workspaces": real.tensor_bytes,
+                    "error": predicted / real.all_bytes - 1,
+                    "error_without_convolution_workspaces": predicted / real.tensor_bytes - 1,
+                }
+                print(
+                    name,
+                    batch,
+                    optimizer,
+                    f"{row['error']:+.3%}",
+                    f"{predicted / real.tensor_bytes - 1:+.3%}",
+                    flush=True,
+                )
+                rows.append(row)
+                gc.collect()
+        worst = {key: max((row[key] for row in rows), key=abs) for key in rows[0] if key.startswith("error")}
+        save("memory-prediction", provenance() | {"worst": worst, "rows": rows})
+
+
+# -- the paper's columns -----------------------------------------------------------------------
+
+
+def cifar(name: str) -> nn.Module:
+    """The torchvision network with the stem that CIFAR's 32 px images get: 3 x 3, no stride, no pooling."""
+    if name.startswith("vgg"):
+        model = build(name, num_classes=100)
+        model.avgpool = nn.Identity()
+        model.classifier[0] = nn.Linear(512, 4096)
+        return model
+    if name == "squeezenet1_1":  # the paper's has BatchNorm; torchvision's has none
+        model = with_batch_norm(build(name, num_classes=100))
+        model.features[0][0].stride = (1, 1)
+        return model
+    model = build(name, num_classes=100)
+    if name.startswith("shufflenet"):
+        model.conv1[0].stride = (1, 1)
+    else:
+        model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
+    model.maxpool = nn.Identity()
+    return model
+
+
+def with_batch_norm(model: nn.Module) -> nn.Module:
+    for name, child in list(model.named_children()):
+        if isinstance(child, nn.Conv2d):
+            setattr(model, name, nn.Sequential(child, nn.BatchNorm2d(child.out_channels)))
+        else:
+            with_batch_norm(child)
+    return model
+
+
+# (network, batch, image, {method: MB in the paper})
+PAPER = {
+    "cifar100": [
+        ("vgg11_bn", 256, 32, {"batchnorm": 2971, "mimicnorm": 2851, "nonorm": 2831}),
+        ("vgg16_bn", 256, 32, {"batchnorm": 3745, "mimicnorm": 3489, "nonorm": 3469}),
+        ("resnet18", 256, 32, {"batchnorm": 4447, "fixup": 4743, "mimicnorm": 4157}),
+        ("resnet50", 128, 32, {"batchnorm": 8533, "fixup": 10283, "mimicnorm": 7533}),
+        ("squeezenet1_1", 256, 32, {"batchnorm": 3687, "mimicnorm": 2693}),
+        ("shufflenet_v2_x1_0", 256, 32, {"batchnorm": 3915, "mimicnorm": 3141}),
+    ],
+    "imagenet": [
+        ("vgg16_bn", 256, 224, {"batchnorm": 62162, "mimicnorm": 56410, "nonorm": 56388}),
+        ("resnet18", 256, 224, {"batchnorm": 8057, "mimicnorm": 5603}),
+        ("resnet50", 256, 224, {"batchnorm": 27083, "fixup": 29267, "mimicnorm": 22489}),
+        ("resnet101", 256, 224, {"batchnorm": 37168, "mimicnorm": 30363}),
+        ("shufflenet_v2_x0_5", 256, 224, {"batchnorm": 4385, "mimicnorm": 3603}),
+    ],
+}
+
+
+def paper() -> None:
+    rows = []
+    for data, networks in PAPER.items():
+        for name, batch, image, published in networks:
+            model = cifar(name) if data == "cifar100" else build(name)
+            known = [method for method in published if method in METHODS]
+            result = memory.compare(model, (batch, 3, image, image), known)
+            for method, published_mb in published.items():
+                analysis = result.analyses.get(method)
+                row = {
+                    "data": data,
+                    "network": name,
+                    "batch": batch,
+                    "method": method,
+                    "published_mb": published_mb,
+                    "predicted_peak_mib": analysis.peak_bytes / MIB if analysis else None,
+                    "published_ratio": published_mb / published["batchnorm"],
+                    "predicted_ratio": result.peak_ratio(method) if analysis else None,
+                }
+                print(row, flush=True)
+                rows.append(row)
+            save("memory-paper", provenance(optimizer="sgd-momentum") | {"rows": rows})
+
+
+# -- alternatives ------------------------------------------------------------------------------
+
+
+def checkpointed(model: nn.Module) -> nn.Module:
+    """Checkpoint every residual block, the usual grain."""
+    for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
+        for block in stage:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+def group_norm() -> nn.Module:
+    from opacus.validators import ModuleValidator
+
+    return ModuleValidator.fix(build("resnet50"))
+
+
+UNTIMED = "MimicNorm, torch.compile"  # compiling a second ResNet-50 for real takes minutes
+
+
+def alternatives() -> None:
+    batch, image, rounds = 4, 224, 5
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "BatchNorm": lambda: build("resnet50"),
+        "MimicNorm": lambda: convert(build("resnet50"), MimicNorm(), example=(2, 3, image, image), init=None),
+        "GroupNorm (opacus fixer)": group_norm,
+        "normalizer-free (timm nf_resnet50)": lambda: build("timm:nf_resnet50"),
+        "BatchNorm, checkpointed blocks": lambda: checkpointed(build("resnet50")),
+        "BatchNorm, torch.compile": lambda: _compiled(build("resnet50")),
+        UNTIMED: lambda: _compiled(convert(build("resnet50"), MimicNorm(), example=(2, 3, image, image), init=None)),
+    }
+    networks = {name: make() for name, make in makers.items()}
+    rows = {}
+    for name, network in networks.items():
+        small, large = (memory.measure(network, (count, 3, image, image)) for count in (batch, 256))
+        rows[name] = {
+            "saved_mib_per_image": large.saved_bytes_per_sample / MIB,
+            "predicted_peak_gib_at_batch_256": large.peak_bytes / 2**30,
+            "predicted_peak_mib": small.peak_bytes / MIB,
+        }
+        if "compile" not in name:
+            rows[name]["profiled_peak_mib"] = (
+                profiled_peak(makers[name], (batch, 3, image, image), "sgd-momentum").all_bytes / MIB
+            )
+        print(name, rows[name], flush=True)
+    timed = {name: network for name, network in networks.items() if name != UNTIMED}
+    seconds = _interleaved_seconds(timed, (batch, 3, image, image), rounds)
+    for name in timed:
+        rows[name]["seconds_per_step"] = seconds[name]
+        rows[name]["median_seconds_over_batchnorm"] = statistics.median(
+            mine / baseline for mine, baseline in zip(seconds[name], seconds["BatchNorm"], strict=True)
+        )
+        print(name, rows[name]["median_seconds_over_batchnorm"], flush=True)
+    settings = {"network": "resnet50", "batch": batch, "image": image, "rounds": rounds, "optimizer": "sgd-momentum"}
+    save("memory-alternatives", provenance(**settings, threads=torch.get_num_threads()) | {"rows": rows})
+
+
+def _compiled(model: nn.Module) -> nn.Module:
+    model.compile()
+    return model
+
+
+def _interleaved_seconds(networks: dict[str, nn.Module], shape: tuple[int, ...], rounds: int) -> dict[str, list[float]]:
+    images, classes = torch.rand(shape), torch.zeros(shape[0], dtype=torch.long)
+    optimizers = {name: torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9) for name, net in networks.items()}
+    seconds: dict[str, list[float]] = {name: [] for name in networks}
+    for round_ in range(rounds + 1):  # the first warms up and compiles
+        for name, network in networks.items():
+            network.train()
+            start = time.perf_counter()
+            optimizers[name].zero_grad()
+            F.cross_entropy(network(images), classes).backward()
+            optimizers[name].step()
+            if round_ > 0:
+                seconds[name].append(time.perf_counter() - start)
+    return seconds
+
+
+# -- inductor ----------------------------------------------------------------------------------
+
+
+def inductor() -> None:
+    """Count what a real compiled forward saves, with hooks of its own."""
+    shape, rows = (4, 3, 64, 64), []
+    for layout in (torch.contiguous_format, torch.channels_last):
+        for method in (BatchNorm(), MimicNorm(), NoNorm()):
+            torch._dynamo.reset()
+            model = convert(build("resnet18"), method, example=shape, init=None).to(memory_format=layout)
+            images = torch.rand(shape).contiguous(memory_format=layout)
+            own = {t.untyped_storage()._cdata for t in (images, *model.parameters(), *model.buffers())}
+            found: dict[int, int] = {}
+
+            def pack(tensor: torch.Tensor, found=found, own=own) -> torch.Tensor:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in own:
+                    found[storage._cdata] = storage.nbytes()
+                return tensor
+
+            model.train().compile()
+            predicted = memory.measure(model, images).saved_bytes
+            with saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = F.cross_entropy(model(images), torch.zeros(shape[0], dtype=torch.long))
+            rows.append(
+                {
+                    "method": method.name,
+                    "layout": str(layout).removeprefix("torch."),
+                    "predicted_saved_bytes": predicted,
+                    "really_saved_bytes": sum(found.values()),
+                }
+            )
+            del loss
+            print(rows[-1], flush=True)
+    save("memory-inductor", provenance(network="resnet18", shape=shape) | {"rows": rows})
+
+
+PARTS = {part.__name__: part for part in (ratios, peak, prediction, paper, alternatives, inductor)}
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
+    for part in parser.parse_args().parts or PARTS:
+        PARTS[part]()
