@@ -1,9 +1,9 @@
 """Convert every BatchNorm classifier of torchvision and timm, and train each for one step.
 
-    python benchmarks/coverage.py [--limit N] [--fresh]
+    python benchmarks/coverage.py [--limit N] [--fresh] [--shard 0/2]
 
 Resumable: finished models are kept in ``results/coverage.jsonl`` and skipped; the summary is
-``results/coverage.json``. For each model, at the smallest input it takes: converted (no batch-dependent module
+``results/coverage.json``. Shards may run side by side. For each model, at the smallest input it takes: converted (no batch-dependent module
 left but LastNorm; a training step gives a finite gradient to every parameter that had one; the share of owners
 that are centred), or refused by name.
 """
@@ -137,16 +137,18 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=None, help="stop after so many models")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument("--retry", action="store_true", help="examine again what was refused or broken")
+    parser.add_argument("--shard", default="0/1", help="i/n: take every n-th model, beginning with the i-th")
     options = parser.parse_args()
+    shard, shards = map(int, options.shard.split("/"))
     torch.set_num_threads(1)
     RESULTS.mkdir(exist_ok=True)
     log = RESULTS / "coverage.jsonl"
     rows = [] if options.fresh or not log.exists() else [json.loads(line) for line in log.read_text().splitlines()]
-    if options.retry:
+    if options.retry or options.fresh:
         rows = [r for r in rows if r["outcome"] in ("converted", "no batch norm")]
-    log.write_text("".join(json.dumps(r) + "\n" for r in rows))
+        log.write_text("".join(json.dumps(r) + "\n" for r in rows))
     known = {(r["source"], r["name"]) for r in rows}
-    todo = [c for c in candidates() if c not in known][: options.limit]
+    todo = [c for c in candidates()[shard::shards] if c not in known][: options.limit]
     for i, (source, name) in enumerate(todo):
         if not has_batch_norm(source, name):
             row: dict = {"source": source, "name": name, "outcome": "no batch norm"}
@@ -161,10 +163,10 @@ def main() -> None:
                     "why": f"{type(error).__name__}: {error}"[:600],
                 }
             print(f"{i + 1}/{len(todo)} {source}:{name} {row['outcome']} {row.get('why', '')[:200]}", flush=True)
-        rows.append(row)
         with log.open("a") as f:
             f.write(json.dumps(row) + "\n")
         gc.collect()
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
     print(save("coverage", summarise([r for r in rows if r["outcome"] != "no batch norm"])))
 
 

@@ -47,7 +47,7 @@ def remains(norm: nn.Module, shape: torch.Size | None) -> list[str] | None:
         with torch.no_grad():
             expected = twin(x * math.sqrt(1 + float(getattr(twin, "eps", 1e-5))))
             children = dict(twin.named_children())
-            for names in ([], list(children)):
+            for names in (list(children), []):  # children first: in eval mode a dropout looks like nothing
                 rest = Remains(None, {n: children[n] for n in names}).eval()
                 if _same(rest(x.clone()), expected):
                     return names

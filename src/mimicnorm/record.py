@@ -29,7 +29,7 @@ from torch.utils import _pytree as pytree
 
 from mimicnorm.errors import ExampleError
 from mimicnorm.isolate import silent, unsynchronised, untouched
-from mimicnorm.layers import LINEAR_CALLS, WEIGHT_LAYERS
+from mimicnorm.layers import LINEAR_CALLS, WEIGHT_LAYERS, autocast_dtype
 from mimicnorm.ops import FACTORIES, Kind, canonical, kind_of
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -135,7 +135,7 @@ def call_arguments(model: nn.Module, example: Any) -> tuple[tuple, dict]:
         like = weights[0] if weights else torch.empty(0)
         generator = torch.Generator().manual_seed(0)  # the caller's random numbers stay theirs
         x = torch.randn(*example, generator=generator, dtype=torch.float32)
-        return (x.to(like.dtype) if like.is_meta else x.to(like.device, like.dtype),), {}
+        return (x.to(like.device, like.dtype),), {}
     if isinstance(example, Tensor):
         return (example,), {}
     if isinstance(example, dict):
@@ -327,7 +327,7 @@ class _Recorder(TorchFunctionMode):
     def check_types(self, func: Any, args: tuple, kwargs: dict) -> None:
         """Fake kernels are lenient about types; the real ones are not, and a user should hear it now."""
         call = LINEAR_CALLS[func](*args, **kwargs)
-        if not isinstance(call.input, Tensor) or torch.is_autocast_enabled(call.input.device.type):
+        if not isinstance(call.input, Tensor) or autocast_dtype(call.input) is not None:
             return
         if call.input.dtype != call.weight.dtype:
             where = self.stack[-1] if self.stack else ""

@@ -1,7 +1,7 @@
 """The paper's operations and nothing else: weight mean, residual scalar, shift, last BN."""
 
 from mimicnorm.layers.affine import Remains, Scale, ScaledOutput, Shift, scale_output_
-from mimicnorm.layers.centring import centre, fan_in
+from mimicnorm.layers.centring import autocast_dtype, centre, fan_in
 from mimicnorm.layers.last_norm import LastNorm, LastNormed, last_norm_
 from mimicnorm.layers.weight_mean import (
     LINEAR_CALLS,
@@ -37,6 +37,7 @@ __all__ = [
     "WeightMeanConvTranspose2d",
     "WeightMeanConvTranspose3d",
     "WeightMeanLinear",
+    "autocast_dtype",
     "centre",
     "centre_",
     "fan_in",

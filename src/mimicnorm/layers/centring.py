@@ -128,12 +128,11 @@ def weight_mean(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | 
         scale: The residual branch's scalar, shape (1,), or None.
         op: The linear map.
     """
-    device = x.device.type
-    if torch.is_autocast_enabled(device):
+    dtype = autocast_dtype(x)
+    if dtype is not None and x.dtype != torch.float64:
         # aten's convolution is on no autocast list, so the cast is ours; it comes first, so that
         # the narrow tensor is the one that is saved.
-        dtype = torch.get_autocast_dtype(device)
-        x = x.to(dtype) if x.dtype != torch.float64 else x
+        x = x.to(dtype)
     if _wants_plain_expression():
         return _plain(x, effective_weight(weight, scale, op), bias, op)
     if torch.compiler.is_compiling():
@@ -144,6 +143,12 @@ def weight_mean(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | 
             w = effective_weight(weight, scale, op)
         return _plain(x, w, bias, op)
     return _WeightMean.apply(x, weight, bias, scale, op)
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The type autocast would run a convolution of ``x`` in, or None where it is off."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
 def _wants_plain_expression() -> bool:

@@ -1,0 +1,71 @@
+"""Weight-mean networks under DDP and FSDP2, two processes on gloo: the gradients of one process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # spawned processes start without conftest
+import nets
+
+from mimicnorm.convert import convert_
+from mimicnorm.methods import WeightMean
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    model = nets.resnet().double()
+    convert_(model, WeightMean(min_fan_in=8), example=(2, 3, 8, 8))
+    return model
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(4, 3, 8, 8, generator=generator, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
+
+
+def worker(rank: int, port: int, kind: str, path: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    model = network()
+    x, y = batch()
+    x, y = x[rank * 2 : rank * 2 + 2], y[rank * 2 : rank * 2 + 2]
+    if kind == "ddp":
+        run: nn.Module = nn.parallel.DistributedDataParallel(model)
+    else:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh("cpu", (2,))
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        run = fully_shard(model, mesh=mesh)
+    for _ in range(2):  # the second forward sees parameters that were resharded in between
+        run.zero_grad()
+        nn.functional.cross_entropy(run(x), y).backward()
+    full = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in model.named_parameters()}
+    if rank == 0:
+        torch.save(full, path)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_gradients_equal_those_of_one_process(kind, tmp_path):
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    mp.spawn(worker, (port, kind, str(tmp_path / "grads.pt")), nprocs=2)
+    got = torch.load(tmp_path / "grads.pt", weights_only=True)
+    model = network()
+    x, y = batch()
+    nn.functional.cross_entropy(model(x), y).backward()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(got[name], p.grad, msg=name)

@@ -1,0 +1,175 @@
+"""Starting weights: variances as predicted, on real networks of the zoo too."""
+
+from __future__ import annotations
+
+import nets
+import pytest
+import torch
+import zoo
+from torch import nn
+
+from mimicnorm.convert import convert_, init_
+from mimicnorm.errors import InitError
+from mimicnorm.methods import MimicNorm, NoNorm
+
+SMALL = MimicNorm(min_fan_in=8)
+
+
+def variances(model: nn.Module, names, x) -> dict[str, float]:
+    """Variance of each layer's output at its first use."""
+    found: dict[str, float] = {}
+
+    def note(name):
+        def hook(module, args, output):
+            found.setdefault(name, float(output.detach().var()))
+
+        return hook
+
+    handles = [model.get_submodule(n).register_forward_hook(note(n)) for n in names]
+    with torch.no_grad():
+        model(x)
+    for h in handles:
+        h.remove()
+    return found
+
+
+def largest_variance(model: nn.Module, x) -> float:
+    seen = []
+
+    def hook(module, args, output):
+        if isinstance(output, torch.Tensor):
+            seen.append(float(output.detach().float().var(correction=0)))
+
+    handles = [m.register_forward_hook(hook) for m in model.modules()]
+    with torch.no_grad():
+        model(x)
+    for h in handles:
+        h.remove()
+    return max(seen)
+
+
+def test_theory_draws_what_it_says():
+    model = nn.Sequential(
+        nets.conv(64, 64), nn.BatchNorm2d(64), nn.ReLU(), nets.conv(64, 64), nn.BatchNorm2d(64), nn.Conv2d(64, 2, 1)
+    )
+    with torch.no_grad():
+        model[1].bias.fill_(3.0)
+    report = convert_(model, MimicNorm(last_norm=False), example=(2, 64, 8, 8), init="theory")
+    for step in report.layers:
+        layer = model.get_submodule(step.name)
+        assert layer.weight.std().item() == pytest.approx(step.gain / step.fan_in**0.5, rel=0.02)
+        assert not layer.bias.any()
+    assert report.layers[0].gain < 1.01 < 1.7 < report.layers[1].gain
+
+
+def test_plain_linear_stack_keeps_unit_variance_as_theory_says():
+    layers: list[nn.Module] = []
+    for _ in range(8):
+        layers += [nn.Linear(512, 512, bias=False), nn.BatchNorm1d(512), nn.ReLU()]
+    model = nn.Sequential(*layers, nn.Linear(512, 4))
+    x = torch.randn(64, 512)
+    for method in (MimicNorm(last_norm=False), NoNorm()):
+        twin = nn.Sequential(*layers, nn.Linear(512, 4))
+        import copy
+
+        twin = copy.deepcopy(model)
+        report = convert_(twin, method, example=x, init="theory")
+        found = variances(twin, [s.name for s in report.layers], x)
+        assert 0.75 < min(found.values()) < max(found.values()) < 1.3, (method, found)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "resnet50"])
+def test_theory_on_resnets_first_conv_of_each_branch(name):
+    model = getattr(zoo.torchvision().models, name)()
+    report = convert_(model, MimicNorm(), example=(1, 3, 224, 224))
+    assert report.init == "theory"
+    steps = {s.name: s for s in report.layers if s.name.endswith("conv1") and s.name != "conv1"}
+    assert [s.v for s in steps.values()] == list(range(1, len(steps) + 1))
+    found = variances(model.eval(), steps, torch.randn(2, 3, 224, 224))
+    ratios = [found[n] / steps[n].v for n in steps]
+    assert max(ratios) / min(ratios) <= 2.5
+
+
+def test_theory_on_vgg():
+    model = zoo.torchvision().models.vgg16_bn(init_weights=False)
+    report = convert_(model, MimicNorm(), example=(1, 3, 224, 224))
+    assert report.init == "theory"
+    found = variances(model.eval(), [s.name for s in report.layers], torch.randn(1, 3, 224, 224))
+    assert max(found.values()) / min(found.values()) <= 4
+
+
+CALIBRATED = {
+    "mobilenetv3_small_100": 96,
+    "efficientnet_b0": 128,
+    "regnety_002": 96,
+    "densenet121": 64,
+    "repvgg_a0": 64,
+    "mobileone_s0": 64,
+    "resnetv2_50": 64,
+    "hrnet_w18_small": 64,
+}
+
+
+@pytest.mark.parametrize("name", CALIBRATED)
+def test_calibrate_brings_every_owner_to_one(name):
+    size = CALIBRATED[name]
+    model = zoo.timm().create_model(name)
+    x = torch.randn(8, 3, size, size)
+    report = convert_(model, MimicNorm(), example=x, init="calibrate")
+    owners = [s.name for s in report.layers]
+    found = variances(model, owners, x)
+    assert set(found) == set(owners)
+    assert all(0.9 < v < 1.1 for v in found.values()), {n: v for n, v in found.items() if not 0.9 < v < 1.1}
+    other = torch.randn_like(x)
+    found = variances(model, owners, other)
+    assert all(0.25 < v < 4 for v in found.values()), {n: v for n, v in found.items() if not 0.25 < v < 4}
+    assert largest_variance(model, other) < 100
+
+
+def test_calibrate_sets_scalars_at_branch_ends_and_weights_elsewhere():
+    model = nets.resnet()
+    weights = {n: p.clone() for n, p in model.named_parameters()}
+    convert_(model, SMALL, example=torch.randn(16, 3, 8, 8), init="calibrate")
+    end = model.blocks[1].conv2
+    torch.testing.assert_close(end.weight, weights["blocks.1.conv2.weight"])
+    assert end.residual_scale.item() != pytest.approx(2**-0.5)
+    inner = model.blocks[1].conv1
+    ratio = inner.weight / weights["blocks.1.conv1.weight"]
+    torch.testing.assert_close(ratio, ratio.flatten()[0].expand_as(ratio))
+
+
+def test_calibrate_redraws_what_no_factor_can_mend():
+    model = nets.resnet()
+    nn.init.zeros_(model.blocks[0].conv2.weight)
+    nn.init.constant_(model.blocks[1].conv1.weight, 0.1)
+    convert_(model, SMALL, example=torch.randn(8, 3, 8, 8), init="calibrate")
+    assert model.blocks[0].conv2.weight.std() > 0
+    assert model.blocks[1].conv1.weight.std() > 0
+
+
+def test_calibrate_leaves_flags_statistics_and_other_layers():
+    model = nn.Sequential(nets.resnet(), nn.Dropout(0.5)).eval()
+    head = model[0].fc.weight.clone()
+    norm = model[0].stem[1]
+    convert_(model, SMALL, example=torch.randn(8, 3, 8, 8), init="calibrate", where=lambda m, n: n != "0.stem.1")
+    assert torch.equal(model[0].fc.weight, head)
+    assert not any(m.training for m in model.modules())
+    assert not norm.running_mean.any()
+    assert norm.num_batches_tracked == 0
+    assert all("forward" not in m.__dict__ for m in model.modules())
+
+
+def test_init_again_and_wrongly():
+    model = nets.resnet()
+    convert_(model, SMALL, example=(2, 3, 8, 8), init=None)
+    with pytest.raises(InitError, match="needs an example"):
+        init_(model, "calibrate")
+    with pytest.raises(InitError, match="init='keep'"):
+        init_(model, "keep")
+    init_(model, "calibrate", example=torch.randn(8, 3, 8, 8))
+    torch.manual_seed(1)
+    init_(model, "theory")
+    first = model.blocks[0].conv1.weight.clone()
+    torch.manual_seed(1)
+    init_(nn.Sequential(model), "theory")
+    assert torch.equal(model.blocks[0].conv1.weight, first)

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import zoo
+from torch import nn
+
+from mimicnorm import probe
+
+
+def test_timm_batch_norm_act_keeps_dropout_and_activation():
+    norm_act = zoo.timm().layers.BatchNormAct2d(8, drop_layer=nn.Dropout)
+    assert probe.remains(norm_act, torch.Size((2, 8, 4, 4))) == ["drop", "act"]
+    assert probe.remains(norm_act, None) == ["drop", "act"]
+    silent = zoo.timm().layers.BatchNormAct2d(8, apply_act=False, drop_layer=nn.Dropout)
+    assert probe.remains(silent, None) == ["drop", "act"]
+    frozen = zoo.timm().layers.FrozenBatchNormAct2d(8)
+    assert probe.remains(frozen, torch.Size((2, 8, 4, 4))) == ["drop", "act"]
+
+
+def test_torchvision_frozen_batch_norm():
+    frozen = zoo.torchvision().ops.FrozenBatchNorm2d(8)
+    frozen.running_mean.fill_(3.0)
+    assert probe.remains(frozen, torch.Size((2, 8, 4, 4))) == []
+    assert frozen.running_mean.mean() == 3.0
+
+
+def test_norms_that_do_something_else():
+    class Swapped(nn.BatchNorm2d):
+        def __init__(self, n):
+            super().__init__(n)
+            self.act = nn.ReLU()
+
+        def forward(self, x):
+            return super().forward(self.act(x))
+
+    class Signed(nn.BatchNorm2d):
+        def forward(self, x):
+            return -super().forward(x)
+
+    class Needy(nn.BatchNorm2d):
+        def forward(self, x, y):
+            return super().forward(x) + y
+
+    for kind in (Signed, Needy):
+        assert probe.remains(kind(4), torch.Size((2, 4, 3, 3))) is None
+    # ReLU before or after an identity is the same, so this one is understood
+    assert probe.remains(Swapped(4), torch.Size((2, 4, 3, 3))) == ["act"]
+
+
+def test_subclasses_that_only_rename():
+    class Mine(nn.BatchNorm1d):
+        def forward(self, x):
+            return super().forward(x.float())
+
+    assert probe.remains(Mine(4), torch.Size((2, 4))) == []
+    assert probe.remains(Mine(4, track_running_stats=False, affine=False), torch.Size((2, 4, 5))) == []
+
+
+class Padded(nn.Conv2d):
+    def forward(self, x):
+        return F.conv2d(F.pad(x, (1, 1, 1, 1)), self.weight, self.bias)
+
+
+class Standardised(nn.Conv2d):
+    def forward(self, x):
+        w = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return F.conv2d(x, w / w.std((1, 2, 3), keepdim=True), self.bias)
+
+
+class Squared(nn.Conv2d):
+    def forward(self, x):
+        return F.conv2d(x, self.weight**2, self.bias)
+
+
+class Unbiased(nn.Conv2d):
+    def forward(self, x):
+        return F.conv2d(x, self.weight)
+
+
+def test_layers():
+    shape = torch.Size((2, 4, 6, 6))
+    assert probe.layer(nn.Conv2d(4, 4, 3), shape) == probe.LayerProbe(True, True, True)
+    assert probe.layer(Padded(4, 4, 3), shape) == probe.LayerProbe(True, True, True)
+    assert probe.layer(Standardised(4, 4, 3), shape) == probe.LayerProbe(True, False, True)
+    assert not probe.layer(Squared(4, 4, 3), shape).centres
+    assert not probe.layer(Unbiased(4, 4, 3, bias=False), shape).takes_bias
+    same = zoo.timm().layers.create_conv2d(4, 8, 3, stride=2, padding="same")
+    assert type(same).__name__ == "Conv2dSame"
+    assert probe.layer(same, shape) == probe.LayerProbe(True, True, True)
+
+
+def test_probes_on_the_meta_device():
+    with torch.device("meta"):
+        norm, conv = zoo.timm().layers.BatchNormAct2d(8), Padded(4, 4, 3)
+    assert probe.remains(norm, torch.Size((2, 8, 4, 4))) == ["drop", "act"]
+    assert probe.layer(conv, torch.Size((2, 4, 6, 6))).centres
