@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -63,14 +64,14 @@ class LastNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise over everything but the classes; with running statistics in eval mode."""
         if self.intercept is not None:  # a micro-batch sees the statistics of the whole batch
-            return _hand_over(self.intercept, input)
+            return _outside_graphs(_hand_over, self.intercept, input)
         classes_first = input if self.dim == 1 else input.movedim(self.dim, 1) if input.dim() > 2 else input
         if not self.training:
             normed = self._batch_norm(classes_first, 0.0)
         else:
             self._accumulation.watch(input)
             if _ranks() > 1 and not isinstance(input, FakeTensor) and not input.is_meta:
-                normed = _over_all_ranks(self, classes_first)
+                normed = _outside_graphs(_over_all_ranks, self, classes_first)
             else:
                 self._require_two(classes_first.numel() // max(classes_first.shape[1], 1), input.shape)
                 normed = self._batch_norm(classes_first, self._count_batch())
@@ -104,9 +105,20 @@ class LastNorm(_BatchNorm):
         return f"{self.num_features}, dim={self.dim}, eps={self.eps}, momentum={self.momentum}"
 
 
-@torch.compiler.disable
+def _outside_graphs(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Let a compiled model break its graph here, so that it is not compiled anew for every micro-batch.
+
+    The decorator ``torch.compiler.disable`` would import the compiler along with this file, which takes seconds.
+    """
+    return _uncompiled(function, *args) if torch.compiler.is_compiling() else function(*args)
+
+
+@_disable_dynamo
+def _uncompiled(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    return function(*args)
+
+
 def _hand_over(intercept: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
-    """A function of its own, so that a compiled body breaks here and is not compiled anew for every micro-batch."""
     return intercept(logits)
 
 
@@ -121,17 +133,18 @@ class _SumOverRanks(torch.autograd.Function):
     """All-reduce whose gradient is all-reduced: each rank's loss depends on every rank's logits."""
 
     @staticmethod
-    def forward(_ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        del ctx
         total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total
 
     @staticmethod
-    def backward(_ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        del ctx
         return _SumOverRanks.apply(*grads)
 
 
-@torch.compiler.disable
 def _over_all_ranks(norm: LastNorm, x: Tensor) -> Tensor:
     """Normalise with the mean and variance over all ranks' values; shares may differ, even be empty."""
     wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x

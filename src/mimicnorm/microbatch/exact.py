@@ -261,7 +261,7 @@ def _outputs(run: _Run, first: _First, normed: dict[Call, list[Tensor]]) -> list
     if not run.heads:
         return run.joined(first.outputs)
     sources = {j: call for j, call in first.sources[0].items() if call is not None}
-    if all(s == sources for s in first.sources):
+    if all(s == sources for s in first.sources) and normed.keys() == set(sources.values()):
         leaves = enumerate(first.outputs)
         return run.joined([[normed[sources[j]][i] if j in sources else t for j, t in enumerate(o)] for i, o in leaves])
     # Something follows the LastNorms, or goes past them: run it on the normalised logits. Only that part builds a

@@ -102,7 +102,7 @@ class Replay:
     """Gives the normalised logits forward and the known gradient backward; watches that nothing has changed."""
 
     def __init__(
-        self, piece: MicroBatch, raw: dict[Call, Tensor], normed: dict[Call, Tensor], grads: dict[Call, Tensor]
+        self, piece: MicroBatch, raw: dict[Call, Tensor], normed: dict[Call, Tensor], grads: dict[Call, Tensor | None]
     ):
         self.piece = piece
         self.raw, self.normed, self.grads = raw, normed, grads

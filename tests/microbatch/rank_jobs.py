@@ -1,0 +1,163 @@
+"""What the processes of the distributed tests do; each writes what it found to a file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+sys.path.insert(0, str(Path(__file__).parent))
+from whole_and_parts import AveragedHeads, Classifier, SharedHead, batch, converted, gradient, state, two_view_loss
+
+from mimicnorm.errors import MicroBatchError
+from mimicnorm.layers import LastNorm
+from mimicnorm.microbatch import LastNormCrossEntropy, backward
+
+SHARES = {2: (13, 19), 3: (5, 20, 7)}
+"""Samples on each rank, of a batch of 32."""
+
+
+# One process imports torch and the others are forked from it: the imports are most of what these tests do.
+CONTEXT = mp.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "mimicnorm.microbatch"])
+
+
+def run(job: Callable, world: int, folder: Path) -> list[Any]:
+    """Run a job on some ranks and return what each found."""
+    mp.start_processes(_enter, (job, world, str(folder)), nprocs=world, start_method="forkserver")
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(world)]
+
+
+def _enter(rank: int, job: Callable, world: int, folder: str) -> None:
+    join(rank, world, folder)
+    found = job(rank, world)
+    torch.save(found, f"{folder}/{rank}.pt")
+    dist.destroy_process_group()
+
+
+def join(rank: int, world: int, folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+
+
+def share_of(x: Tensor, rank: int, world: int) -> Tensor:
+    return x.split(SHARES[world])[rank]
+
+
+def build(make: Callable[..., nn.Module], **method: object) -> nn.Module:
+    torch.manual_seed(0)
+    return converted(make(), **method)
+
+
+CASES: dict[str, tuple] = {
+    "classifier": (Classifier, F.cross_entropy, {}),
+    "averaged heads": (AveragedHeads, F.cross_entropy, {}),
+    "shared head": (SharedHead, two_view_loss, {}),
+    "no last norm": (Classifier, F.cross_entropy, {"last_norm": False}),
+    "last norm in the loss": (Classifier, "folded", {"last_norm": False}),
+    "weighted": (Classifier, "weighted", {}),
+}
+
+
+def loss_and_denominator(loss: Any) -> tuple[Callable, Callable | None]:
+    weight = torch.linspace(0.2, 2, 5, dtype=torch.float64)
+    if loss == "weighted":
+        return nn.CrossEntropyLoss(weight, reduction="sum"), lambda t: weight[t].sum()
+    return (LastNormCrossEntropy(5).double() if loss == "folded" else loss), None
+
+
+def exact_gradients(rank: int, world: int) -> dict[str, Any]:
+    """Every case with micro-batches of another size on each rank, and how often gradients were synchronised."""
+    x, y = (share_of(t, rank, world) for t in batch())
+    found: dict[str, Any] = {}
+    for name, (make, loss, method) in CASES.items():
+        loss_fn, denominator = loss_and_denominator(loss)
+        net = build(make, **method)
+        wrapped = DistributedDataParallel(net, find_unused_parameters=name == "averaged heads")
+        reductions = []
+
+        def count(_, bucket, reductions=reductions):  # annotations as strings are refused here
+            reductions.append(bucket.index())
+            dist.all_reduce(bucket.buffer().div_(dist.get_world_size()))
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        wrapped.register_comm_hook(None, count)
+        value = backward(wrapped, loss_fn, x, y, micro_batch=(4, 1, 3)[rank], denominator=denominator)
+        found[name] = (gradient(net), value, state(net, loss_fn), reductions)
+    return found
+
+
+def plain_training(rank: int, world: int) -> dict[str, Any]:
+    """LastNorm by itself under DDP, without micro-batches."""
+    found: dict[str, Any] = {}
+    x, y = (share_of(t, rank, world) for t in batch())
+    for name in ("eager", "compiled"):
+        net = build(Classifier)
+        inner = net if name == "eager" else torch.compile(net, backend="eager")
+        wrapped = DistributedDataParallel(inner)
+        # DDP averages over ranks, each of which counts by its share
+        (F.cross_entropy(wrapped(x), y) * (world * len(x) / 32)).backward()
+        found[name] = (gradient(net), state(net))
+    norm = LastNorm(3, momentum=None).double()
+    for n in (2 * rank, 1):  # rank 0 has nothing, then everyone a lone sample
+        norm(torch.arange(3.0 * n, dtype=torch.float64).reshape(n, 3) + rank)
+    found["lone"] = state(norm)
+    if rank == 0:  # eval mode waits for nobody
+        norm.eval()(torch.zeros(1, 3, dtype=torch.float64))
+    found["conversion"] = converted(Classifier()) is not None  # fake tensors are not sent anywhere
+    return found
+
+
+def failures(rank: int, world: int) -> dict[str, str]:
+    """One rank's failure must be everyone's, at once."""
+    found = {}
+    net = DistributedDataParallel(build(Classifier))
+    x, y = batch(8)
+    broken = x.clone()
+    broken[5] = float("nan")
+    for name, inputs in {"nan": broken if rank else x, "empty": x[:0] if rank else x}.items():
+        try:
+            backward(net, F.cross_entropy, inputs, y[: len(inputs)], micro_batch=2)
+        except MicroBatchError as error:
+            found[name] = str(error)
+    found["lone"] = ""
+    norm = LastNorm(3)
+    try:
+        norm(torch.zeros(1 - rank, 3))
+    except MicroBatchError as error:
+        found["lone"] = str(error)
+    found["gradients"] = [p.grad is None for p in net.parameters()]
+    return found
+
+
+def all_of_two(rank: int, world: int) -> dict[str, Any]:
+    """Everything that two ranks do: starting processes is what takes the time."""
+    return {job.__name__: job(rank, world) for job in (exact_gradients, plain_training, failures)}
+
+
+def deserted(rank: int, world: int, folder: str, event: Any) -> None:
+    """Rank 1 dies between its passes; the others must not wait for ever."""
+    join(rank, world, folder)
+    net = DistributedDataParallel(build(Classifier))
+    x, y = batch(8)
+    if rank == 1:
+        os._exit(7)
+    try:
+        backward(net, F.cross_entropy, x, y, micro_batch=2)
+    except RuntimeError:
+        event.set()

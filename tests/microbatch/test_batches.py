@@ -1,0 +1,88 @@
+"""Cutting and joining."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mimicnorm.errors import MicroBatchError
+from mimicnorm.microbatch.batches import MicroBatch, collect, join, split, together
+
+
+@given(n=st.integers(1, 40), micro_batch=st.integers(1, 50))
+def test_split_and_join_are_inverse(n, micro_batch):
+    x, y = torch.arange(3 * n).reshape(n, 3), torch.arange(n)
+    pieces = split({"x": x, "flag": True}, {"y": (y, 0.5)}, micro_batch)
+    assert all(p.size == micro_batch for p in pieces[:-1])
+    assert 1 <= pieces[-1].size <= micro_batch
+    assert [p.first for p in pieces] == list(range(0, n, micro_batch))
+    assert all(p.kwargs["flag"] is True and p.args == () for p in pieces)
+    assert torch.equal(join("x", [p.kwargs["x"] for p in pieces], pieces), x)
+    joined = together(pieces)
+    assert torch.equal(joined["y"][0], y)
+    assert joined["y"][1] == 0.5
+
+
+@pytest.mark.parametrize("micro_batch", [0, -1, 2.0, True, "4"])
+def test_micro_batch_must_count(micro_batch):
+    with pytest.raises(MicroBatchError, match="micro_batch="):
+        split(torch.zeros(4, 2), torch.zeros(4), micro_batch)
+
+
+@pytest.mark.parametrize(
+    "inputs", [(torch.zeros(4, 2), torch.zeros(5, 2)), torch.zeros(0, 3), torch.tensor(1.0), {"a": 1}, ()]
+)
+def test_the_number_of_samples_must_be_clear(inputs):
+    with pytest.raises(MicroBatchError, match="number of samples is not clear"):
+        split(inputs, None, 2)
+
+
+def test_targets_must_match():
+    with pytest.raises(MicroBatchError, match=r"4 samples.*\(5,\)"):
+        split(torch.zeros(4, 2), torch.zeros(5), 2)
+
+
+def test_collect_reads_a_loader_once():
+    reads = iter([((torch.zeros(2, 3), 1), torch.zeros(2)), ([torch.zeros(3, 3), 1], torch.ones(3))])
+    pieces = collect(reads)
+    assert [(p.first, p.size) for p in pieces] == [(0, 2), (2, 3)]
+    assert pieces[1].args[1] == 1
+    assert together(pieces).tolist() == [0, 0, 1, 1, 1]
+    assert str(pieces[1]) == "micro-batch 1 (samples 2 to 4)"
+
+
+@pytest.mark.parametrize(
+    ("loader", "message"),
+    [
+        (torch.zeros(4, 2), "Give micro_batch="),
+        ({"x": torch.zeros(4, 2)}, "Give micro_batch="),
+        (3, "Give micro_batch="),
+        (iter([]), "no micro-batch"),
+        ([torch.zeros(2, 2)], "item 0 is a Tensor"),
+        ([(torch.zeros(2, 2),) * 3], "item 0 is a tuple of 3"),
+    ],
+)
+def test_collect_says_what_a_loader_must_yield(loader, message):
+    with pytest.raises(MicroBatchError, match=message):
+        collect(loader)
+
+
+def test_together_refuses_what_cannot_be_joined():
+    x = torch.zeros(2, 3)
+    with pytest.raises(MicroBatchError, match="one value per sample"):
+        together(collect([(x, (x, 0.3)), (x, (x, 0.4))]))
+    with pytest.raises(MicroBatchError, match="differ in structure"):
+        together(collect([(x, x), (x, (x, x))]))
+
+
+def test_join_checks_the_samples():
+    pieces = [MicroBatch(i, 2 * i, 2, (), {}, None) for i in range(2)]
+    for parts, message in [
+        ([torch.zeros(2, 3), torch.zeros(3, 3)], r"aux has shape \(3, 3\) for micro-batch 1"),
+        ([torch.tensor(1.0)] * 2, "first dimension must count"),
+        ([torch.zeros(2, 3), torch.zeros(2, 4)], "different shape in some micro-batches"),
+    ]:
+        with pytest.raises(MicroBatchError, match=message):
+            join("aux", parts, pieces)

@@ -1,0 +1,384 @@
+"""The gradient is that of the whole batch, for every kind of network, loss and input."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from whole_and_parts import (
+    AveragedHeads,
+    Classifier,
+    Pooled,
+    Segmenter,
+    SharedHead,
+    WithFeatures,
+    batch,
+    converted,
+    dict_loss,
+    feature_loss,
+    full_batch,
+    gradient,
+    one_graph,
+    relative_error,
+    state,
+    two_view_loss,
+)
+
+import mimicnorm as mn
+from mimicnorm.microbatch import backward
+
+EXACT = 1e-12
+MICRO_BATCHES = (1, 2, 3, 7, 16, 32, 50)
+
+
+def resnet18() -> nn.Module:
+    return zoo.torchvision().models.resnet18(num_classes=5)
+
+
+def vgg() -> nn.Module:
+    vgg = zoo.torchvision().models.vgg
+    net = vgg.VGG(vgg.make_layers([8, "M", 16, 16, "M", 16, "M"], batch_norm=True), init_weights=False)
+    net.avgpool = nn.AdaptiveAvgPool2d(1)
+    net.classifier = nn.Sequential(nn.Linear(16, 32), nn.ReLU(True), nn.Dropout(), nn.Linear(32, 5))
+    return net
+
+
+def shufflenet() -> nn.Module:
+    return zoo.torchvision().models.ShuffleNetV2([4, 8, 4], [24, 32, 64, 128, 128], num_classes=5)
+
+
+def efficientnet() -> nn.Module:
+    models = zoo.torchvision().models.efficientnet
+    blocks, last = models._efficientnet_conf("efficientnet_b0", width_mult=0.25, depth_mult=1.0)
+    return models.EfficientNet(blocks, dropout=0.2, stochastic_depth_prob=0.2, last_channel=last, num_classes=5)
+
+
+ZOO = [(resnet18, 7), (vgg, 3), (vgg, 1), (shufflenet, 2), (efficientnet, 7)]
+
+
+def without_randomness(net: nn.Module) -> nn.Module:
+    for m in net.modules():
+        if "dropout" in type(m).__name__.lower() or "stochastic" in type(m).__name__.lower():
+            m.p = 0.0
+    return net
+
+
+@pytest.mark.parametrize("micro_batch", MICRO_BATCHES)
+@pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, EXACT), (torch.float32, 1e-5)])
+def test_gradient_loss_and_statistics_are_those_of_the_whole_batch(micro_batch, dtype, allowed):
+    net = converted(Classifier(), dtype)
+    x, y = batch(dtype=dtype)
+    whole, loss = full_batch(net, F.cross_entropy, x, y)
+    value = backward(net, F.cross_entropy, x, y, micro_batch=micro_batch)
+    assert relative_error(net, whole) <= allowed
+    assert not value.requires_grad
+    torch.testing.assert_close(value, loss)
+    torch.testing.assert_close(state(net.fc.last_norm), state(whole.fc.last_norm))
+
+
+def test_plain_accumulation_is_far_off():
+    net = converted(Classifier())
+    x, y = batch()
+    whole, _ = full_batch(net, F.cross_entropy, x, y)
+    norm = net.fc.last_norm
+    norm._accumulation.active = False
+    for a, b in zip(x.split(4), y.split(4), strict=True):
+        (F.cross_entropy(net(a), b) / 8).backward()
+    assert relative_error(net, whole) > 0.1
+
+
+@pytest.mark.parametrize(("make", "micro_batch"), ZOO)
+def test_real_networks(make, micro_batch):
+    net = without_randomness(make()).double()
+    mn.convert_(net, mn.MimicNorm(), example=(2, 3, 32, 32), init="theory")
+    x, y = torch.randn(16, 3, 32, 32, dtype=torch.float64), torch.randint(5, (16,))
+    whole, _ = full_batch(net, F.cross_entropy, x, y)
+    backward(net, F.cross_entropy, x, y, micro_batch=micro_batch)
+    assert relative_error(net, whole) <= EXACT
+
+
+@pytest.mark.parametrize("make", [vgg, efficientnet])
+def test_dropout_and_stochastic_depth_replay(make):
+    net = make().double()
+    mn.convert_(net, mn.MimicNorm(), example=(2, 3, 32, 32), init="theory")
+    head = next(n for n, m in net.named_modules() if hasattr(m, "last_norm"))
+    x, y = torch.randn(12, 3, 32, 32, dtype=torch.float64), torch.randint(5, (12,))
+    reference = copy.deepcopy(net)
+    torch.manual_seed(5)
+    one_graph(reference, F.cross_entropy, x, y, 5, head)
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    backward(net, F.cross_entropy, x, y, micro_batch=5)
+    assert relative_error(net, reference) <= EXACT
+    assert torch.equal(torch.get_rng_state(), after), "random numbers go on as after one pass"
+    # ... and other random numbers would have been noticed
+    net.zero_grad()
+    torch.manual_seed(6)
+    backward(net, F.cross_entropy, x, y, micro_batch=5)
+    assert relative_error(net, reference) > 1e-3
+
+
+def test_randomness_of_python_and_numpy_replays():
+    class Drops(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * random.choice([1.0, 2.0]) * (1 + np.random.rand()))
+
+    net = converted(Drops())
+    x, y = batch(12)
+    reference = copy.deepcopy(net)
+    random.seed(3), np.random.seed(3)
+    one_graph(reference, F.cross_entropy, x, y, 2)
+    random.seed(3), np.random.seed(3)
+    backward(net, F.cross_entropy, x, y, micro_batch=2)
+    assert relative_error(net, reference) <= EXACT
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 16])
+@pytest.mark.parametrize(
+    ("make", "loss_fn"),
+    [
+        (AveragedHeads, F.cross_entropy),
+        (Pooled, F.cross_entropy),
+        (WithFeatures, feature_loss),
+        (SharedHead, two_view_loss),
+    ],
+)
+def test_tails_several_heads_and_shared_heads(make, loss_fn, micro_batch):
+    net = converted(make())
+    x, y = batch()
+    whole, loss = full_batch(net, loss_fn, x, y)
+    value = backward(net, loss_fn, x, y, micro_batch=micro_batch)
+    assert relative_error(net, whole) <= EXACT
+    torch.testing.assert_close(value, loss)
+    torch.testing.assert_close(state(net), state(whole))
+    assert all(p.requires_grad for p in net.parameters())
+
+
+def test_segmentation_with_an_auxiliary_head():
+    net = converted(Segmenter())
+    x, y = batch(8)[0], torch.randint(4, (8, 9, 9))
+    whole, _ = full_batch(net, dict_loss, x, y)
+    backward(net, dict_loss, x, y, micro_batch=3)
+    assert relative_error(net, whole) <= EXACT
+
+
+def test_dropout_replays_with_a_tail():
+    net = converted(AveragedHeads(dropout=0.5))
+    x, y = batch(12)
+    reference = copy.deepcopy(net)
+    torch.manual_seed(5)
+    parts = []
+    for name in ("fc", "second"):
+        reference.get_submodule(name).last_norm.intercept = lambda z: parts.append(z) or z
+    for part in x.split(5):
+        reference(part)
+    for name in ("fc", "second"):
+        reference.get_submodule(name).last_norm.intercept = None
+    normed = [reference.get_submodule(n).last_norm(torch.cat(parts[i::2])) for i, n in enumerate(("fc", "second"))]
+    F.cross_entropy(sum(normed) / 2, y).backward()
+    torch.manual_seed(5)
+    backward(net, F.cross_entropy, x, y, micro_batch=5)
+    assert relative_error(net, reference) <= EXACT
+
+
+def test_outputs_on_request_are_the_whole_batch_s():
+    for make in (Classifier, AveragedHeads):
+        net = converted(make())
+        x, y = batch()
+        expected = copy.deepcopy(net)(x)
+        _, outputs = backward(net, F.cross_entropy, x, y, micro_batch=7, return_outputs=True)
+        torch.testing.assert_close(outputs, expected.detach())
+        assert not outputs.requires_grad
+
+
+def mixup_loss(logits: Tensor, targets: tuple) -> Tensor:
+    a, b, share = targets
+    return share * F.cross_entropy(logits, a) + (1 - share) * F.cross_entropy(logits, b)
+
+
+def test_label_smoothing_mixup_and_soft_targets():
+    net = converted(Classifier())
+    x, y = batch()
+    soft = torch.softmax(torch.randn(32, 5, dtype=torch.float64), 1)
+    cases = [
+        (nn.CrossEntropyLoss(label_smoothing=0.1), y),
+        (mixup_loss, (y, y.flip(0), 0.3)),
+        (F.cross_entropy, soft),
+    ]
+    for loss_fn, targets in cases:
+        whole, loss = full_batch(net, loss_fn, x, targets)
+        part = copy.deepcopy(net)
+        torch.testing.assert_close(backward(part, loss_fn, x, targets, micro_batch=5), loss)
+        assert relative_error(part, whole) <= EXACT
+
+
+@pytest.mark.parametrize("last_norm", [True, False], ids=["two passes", "one pass"])
+def test_weighted_sum_with_a_denominator(last_norm):
+    net = converted(Classifier(), last_norm=last_norm)
+    x, y = batch()
+    y[:5] = -100
+    weight = torch.rand(5, dtype=torch.float64) + 0.1
+    whole, loss = full_batch(net, nn.CrossEntropyLoss(weight), x, y)
+    total = nn.CrossEntropyLoss(weight, reduction="sum")
+    divisors = [float(weight[y[5:]].sum()), lambda t: weight[t[t >= 0]].sum()]
+    for denominator in divisors:
+        part = copy.deepcopy(net)
+        value = backward(part, total, x, y, micro_batch=3, denominator=denominator)
+        torch.testing.assert_close(value, loss)
+        assert relative_error(part, whole) <= EXACT
+
+
+def test_inputs_as_tuple_dict_and_loader():
+    net = converted(Classifier())
+    x, y = batch(11)
+    shift = torch.randn(11, 12, dtype=torch.float64)
+    whole = copy.deepcopy(net)
+    F.cross_entropy(whole(x, shift), y).backward()
+    pairs = (((a, s), t) for a, s, t in zip(x.split(4), shift.split(4), y.split(4), strict=True))
+    for inputs, targets, micro_batch in [
+        ((x, shift), y, 4),
+        ({"x": x, "shift": shift}, y, 4),
+        (pairs, None, None),  # a generator: it can be read only once
+    ]:
+        part = copy.deepcopy(net)
+        backward(part, F.cross_entropy, inputs, targets, micro_batch=micro_batch)
+        assert relative_error(part, whole) <= EXACT
+
+
+def test_gradients_accumulate_into_grad_and_reach_inputs():
+    net = converted(Classifier())
+    x, y = batch(8)
+    x.requires_grad_()
+    full_batch(net, F.cross_entropy, x, y)
+    of_input, x.grad = x.grad, None
+    backward(net, F.cross_entropy, x, y, micro_batch=3)
+    torch.testing.assert_close(x.grad, of_input)
+    once = gradient(net)
+    backward(net, F.cross_entropy, x, y, micro_batch=3)
+    torch.testing.assert_close(gradient(net), 2 * once)
+
+
+def test_frozen_parameters_stay_without_gradient():
+    net = converted(AveragedHeads())
+    net.body.requires_grad_(False)
+    x, y = batch(8)
+    whole, _ = full_batch(net, F.cross_entropy, x, y)
+    backward(net, F.cross_entropy, x, y, micro_batch=3)
+    assert relative_error(net, whole) <= EXACT
+    assert all(p.grad is None and not p.requires_grad for p in net.body.parameters())
+
+
+def test_one_pass_when_nothing_mixes_samples():
+    net = converted(Classifier(), last_norm=False)
+    calls = []
+    net.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    x, y = batch()
+    whole, loss = full_batch(net, F.cross_entropy, x, y)
+    calls.clear()
+    value, outputs = backward(net, F.cross_entropy, x, y, micro_batch=7, return_outputs=True)
+    assert calls == [True] * 5
+    assert relative_error(net, whole) <= EXACT
+    torch.testing.assert_close(value, loss)
+    assert outputs.shape == (32, 5)
+
+
+def test_a_last_norm_in_eval_mode_is_one_pass_too():
+    net = converted(Classifier())
+    net(batch()[0])
+    net.fc.last_norm.eval()
+    x, y = batch()
+    before = state(net.fc.last_norm)
+    whole, _ = full_batch(net, F.cross_entropy, x, y)
+    backward(net, F.cross_entropy, x, y, micro_batch=1)
+    assert relative_error(net, whole) <= EXACT
+    assert torch.equal(state(net.fc.last_norm), before)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's, of the pass without a graph
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing_around_the_head(reentrant):
+    class Checkpointed(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.body(x).mean((2, 3))
+            return checkpoint(self.fc, y, use_reentrant=reentrant)
+
+    net = converted(Checkpointed())
+    x, y = batch(12)
+    plain = Classifier().double()
+    mn.convert_(plain, mn.MimicNorm(), example=x[:2], init=None)
+    plain.load_state_dict(net.state_dict())
+    whole, _ = full_batch(plain, F.cross_entropy, x, y)
+    backward(net, F.cross_entropy, x, y, micro_batch=5)
+    assert relative_error(net, whole) <= EXACT
+    assert net.fc.last_norm.num_batches_tracked == 1
+
+
+def test_autocast_and_grad_scaler():
+    """bf16 inside: compared with one graph over the same micro-batches, scaled by a power of two."""
+    net = converted(Classifier(dropout=0.3), torch.float32)
+    x, y = batch(12, torch.float32)
+    reference = copy.deepcopy(net)
+    torch.manual_seed(5)
+    with torch.autocast("cpu", torch.bfloat16):
+        one_graph(reference, F.cross_entropy, x, y, 5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    torch.manual_seed(5)
+    with torch.autocast("cpu", torch.bfloat16):
+        backward(net, F.cross_entropy, x, y, micro_batch=5, scaler=scaler)
+    assert float(gradient(net).norm() / gradient(reference).norm()) == pytest.approx(2**10, rel=0.05)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler.unscale_(optimizer)
+    nn.utils.clip_grad_norm_(net.parameters(), 1e9)
+    assert all(p.grad is not None for p in net.parameters())
+    assert relative_error(net, reference) <= 0.02
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def test_training_ends_in_the_same_weights():
+    """20 steps with momentum, weight decay, clipping: full batch and micro-batches."""
+    nets = [converted(Classifier())]
+    nets.append(copy.deepcopy(nets[0]))
+    for net, micro_batch in zip(nets, (None, 4), strict=True):
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+        g = torch.Generator().manual_seed(2)
+        for _ in range(20):
+            x = torch.randn(16, 3, 9, 9, generator=g, dtype=torch.float64)
+            y = torch.randint(5, (16,), generator=g)
+            optimizer.zero_grad()
+            if micro_batch is None:
+                F.cross_entropy(net(x), y).backward()
+            else:
+                backward(net, F.cross_entropy, x, y, micro_batch=micro_batch)
+            nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+            optimizer.step()
+    a, b = (torch.cat([t.double().flatten() for t in net.state_dict().values()]) for net in nets)
+    assert float((a - b).norm() / a.norm()) < 1e-9
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks, where it breaks a graph
+@pytest.mark.skipif(os.name == "nt", reason="needs a C++ compiler")
+@pytest.mark.parametrize("make", [Classifier, AveragedHeads])
+def test_compiled(make):
+    net = converted(make())
+    x, y = batch(8)
+    whole, _ = full_batch(net, F.cross_entropy, x, y)
+    compiled = torch.compile(net, backend="aot_eager")
+    torch._dynamo.reset()
+    counter = torch._dynamo.utils.counters["stats"]
+    backward(compiled, F.cross_entropy, x, y, micro_batch=4)
+    assert relative_error(net, whole) <= EXACT
+    graphs = counter["unique_graphs"]
+    net.zero_grad()
+    backward(compiled, F.cross_entropy, x, y, micro_batch=4)
+    assert relative_error(net, whole) <= EXACT
+    assert graphs > 0
+    assert counter["unique_graphs"] == graphs, "a second call compiles nothing anew"

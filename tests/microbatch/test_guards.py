@@ -1,0 +1,191 @@
+"""What would make the gradient silently wrong is an error that names the place and the remedy."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from whole_and_parts import AveragedHeads, Classifier, batch, converted, state
+
+from mimicnorm.errors import CheckError, MicroBatchError
+from mimicnorm.layers import LastNorm
+from mimicnorm.microbatch import backward
+from mimicnorm.microbatch.guards import heads_of, mixes_samples
+
+
+def fails(net: nn.Module, *words: str, loss_fn=F.cross_entropy, error: type = MicroBatchError, x=None, **kw) -> None:
+    """The call is refused with these words, and no gradient, statistic or random number has moved."""
+    inputs, y = batch(8)
+    before = state(*(m for m in net.modules() if isinstance(m, LastNorm)))
+    with pytest.raises(error) as caught:
+        backward(net, loss_fn, inputs if x is None else x, y, **{"micro_batch": 3, **kw})
+    for word in words:
+        assert word in str(caught.value)
+    assert all(p.grad is None for p in net.parameters())
+    assert all(p.requires_grad for p in net.parameters())
+    assert torch.equal(before, state(*(m for m in net.modules() if isinstance(m, LastNorm))))
+    assert all(m.intercept is None for m in net.modules() if isinstance(m, LastNorm))
+
+
+def test_heads_are_named_by_the_layer_they_stand_in():
+    assert list(heads_of(converted(AveragedHeads()))) == ["fc", "second"]
+    assert list(heads_of(nn.Sequential(nn.Linear(3, 2), LastNorm(2)))) == ["1"]
+    assert heads_of(converted(Classifier()).eval()) == {}
+
+
+def test_a_batch_norm_in_training_mode():
+    fails(Classifier().double(), "body.1 (BatchNorm2d), body.5 (BatchNorm2d)", "mimicnorm.convert_", ".eval()")
+    frozen = Classifier().double()
+    frozen.body.eval()
+    x, y = batch(8)
+    backward(frozen, F.cross_entropy, x, y, micro_batch=3)
+
+
+def test_a_batch_norm_without_statistics_mixes_in_eval_mode_too():
+    net = nn.Sequential(nn.Flatten(), nn.BatchNorm1d(243, track_running_stats=False), nn.Linear(243, 5)).double()
+    fails(net.eval(), "1 (BatchNorm1d)")
+
+
+def test_a_last_norm_turned_into_a_synchronised_batch_norm():
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(converted(Classifier()))
+    fails(net, "fc.last_norm", error=ValueError)
+
+
+class Moves(Classifier):
+    def __init__(self, replace: bool = False):
+        super().__init__()
+        self.replace = replace
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.replace:
+            self.seen = self.seen + 1
+        else:
+            self.seen += 1
+        return super().forward(x) * (1 + self.seen)
+
+
+@pytest.mark.parametrize("replace", [False, True])
+def test_a_buffer_that_changes(replace):
+    net = converted(Moves(replace))
+    fails(net, "seen", "micro-batch 0 (samples 0 to 2)", "eval mode")
+
+
+def test_spectral_norm_is_noticed_by_its_buffers():
+    net = converted(Classifier())
+    nn.utils.parametrizations.spectral_norm(net.body[4])
+    fails(net, "body.4.parametrizations.weight.0._u")
+
+
+def test_a_lost_last_norm():
+    net = converted(Classifier())
+    net.fc = nn.Linear(12, 5).double()
+    fails(net, "fc", "LastNorm is gone", error=CheckError)
+
+
+def test_nan_logits_are_reported_with_their_micro_batch():
+    x = batch(8)[0]
+    x[7] = float("nan")
+    fails(converted(Classifier()), "fc: NaN logits in micro-batch 2 (samples 6 to 7)", x=x)
+    x[7] = 1e308
+    fails(converted(Classifier()), "micro-batch 2", x=x)
+
+
+def test_nan_logits_in_one_pass():
+    net = converted(Classifier(), last_norm=False)
+    x, y = batch(8)
+    x[4] = float("nan")
+    with pytest.raises(MicroBatchError, match=r"NaN logits in micro-batch 1 .*clear them"):
+        backward(net, F.cross_entropy, x, y, micro_batch=3)
+
+
+def test_state_outside_of_buffers_is_noticed_by_the_logits():
+    class Counts(Classifier):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x * torch.linspace(1, 2 + self.calls, 9, dtype=x.dtype))
+
+    net = converted(Counts())
+    x, y = batch(8)
+    with pytest.raises(MicroBatchError, match=r"fc: the logits of micro-batch 0 .* differed by .*clear them"):
+        backward(net, F.cross_entropy, x, y, micro_batch=3)
+
+
+def test_a_head_that_some_samples_pass_by():
+    class Skips(AveragedHeads):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.body(x).mean((2, 3))
+            return self.fc(y) + self.second(y) if x.shape[0] == 3 or self.training is None else self.fc(y)
+
+    net = AveragedHeads()
+    net = converted(net)
+    net.__class__ = Skips
+    fails(net, "second: called a different number of times in micro-batch 2")
+
+
+def test_a_head_behind_a_head():
+    class Chained(AveragedHeads):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.body(x).mean((2, 3))
+            return self.second(y + self.fc(y).mean(1, keepdim=True))
+
+    net = converted(AveragedHeads())
+    net.__class__ = Chained
+    x, y = batch(8)
+    with pytest.raises(MicroBatchError, match=r"second: the logits of this head depend on .* another LastNorm"):
+        backward(net, F.cross_entropy, x, y, micro_batch=3)
+    assert all(p.requires_grad and p.grad is None for p in net.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's, of the pass without a graph
+def test_a_shared_head_inside_a_checkpoint():
+    class Recomputed(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.body(x)
+            views = y.mean((2, 3)), y.amax((2, 3))
+            return sum(torch.utils.checkpoint.checkpoint(self.fc, v, use_reentrant=True) for v in views)
+
+    net = converted(Classifier())
+    net.__class__ = Recomputed
+    x, y = batch(8)
+    with pytest.raises(MicroBatchError, match=r"fc: this head is called several times .* checkpoint"):
+        backward(net, F.cross_entropy, x, y, micro_batch=3)
+
+
+def test_a_whole_batch_of_one_sample():
+    net = converted(Classifier())
+    x, y = batch(1)
+    with pytest.raises(MicroBatchError, match="single value per class"):
+        backward(net, F.cross_entropy, x, y, micro_batch=1)
+
+
+def test_data_parallel_is_refused():
+    fails(nn.DataParallel(converted(Classifier())), "DistributedDataParallel")
+
+
+def test_losses_that_are_not_one_number():
+    net = converted(Classifier())
+    x, y = batch(8)
+    with pytest.raises(MicroBatchError, match=r"loss_fn must return one number.*\(8,\)"):
+        backward(net, nn.CrossEntropyLoss(reduction="none"), x, y, micro_batch=3)
+    with pytest.raises(MicroBatchError, match="denominator=0"):
+        backward(net, nn.CrossEntropyLoss(reduction="sum"), x, y, micro_batch=3, denominator=lambda t: 0.0)
+
+
+def test_nothing_to_train():
+    net = converted(Classifier()).requires_grad_(False)
+    x, y = batch(8)
+    with pytest.raises(MicroBatchError, match="no parameter that requires a gradient"):
+        backward(net, F.cross_entropy, x, y, micro_batch=3)
+
+
+def test_a_loss_with_statistics_mixes_samples():
+    loss = nn.ModuleList([LastNorm(3)])
+    assert mixes_samples(loss)
+    assert not mixes_samples(copy.deepcopy(loss).eval())
+    assert not mixes_samples(F.cross_entropy)

@@ -1,0 +1,56 @@
+"""The last BN in the loss is the last BN in the head."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from whole_and_parts import Classifier, batch, converted, full_batch, relative_error, state
+
+from mimicnorm.layers import LastNorm, last_norm_
+from mimicnorm.microbatch import LastNormCrossEntropy, backward
+
+
+def pair():
+    """The same network with its LastNorm in the head, and without."""
+    without = converted(Classifier(), last_norm=False)
+    within = copy.deepcopy(without)
+    last_norm_(within.fc, LastNorm(5, dim=-1).double())
+    return within, without
+
+
+def test_same_value_gradient_and_statistics():
+    within, without = pair()
+    x, y = batch()
+    weight = torch.linspace(0.5, 2, 5, dtype=torch.float64)
+    loss_fn = LastNormCrossEntropy(5, weight=weight, label_smoothing=0.1).double()
+    plain = torch.nn.CrossEntropyLoss(weight=weight, label_smoothing=0.1)
+    head, value = full_batch(within, plain, x, y)
+    folded, loss = full_batch(without, loss_fn, x, y)
+    torch.testing.assert_close(loss, value, rtol=0, atol=1e-14)
+    assert relative_error(folded, head) < 1e-13
+    torch.testing.assert_close(state(loss_fn.last_norm), state(head))
+    loss_fn.eval(), head.eval(), folded.eval()
+    torch.testing.assert_close(loss_fn.normalise(folded(x)), head(x))
+
+
+def test_micro_batches_see_it():
+    within, without = pair()
+    x, y = batch()
+    head, value = full_batch(within, F.cross_entropy, x, y)
+    loss_fn = LastNormCrossEntropy(5).double()
+    for micro_batch in (1, 7):
+        part, own_loss = copy.deepcopy(without), copy.deepcopy(loss_fn)
+        loss, logits = backward(part, own_loss, x, y, micro_batch=micro_batch, return_outputs=True)
+        torch.testing.assert_close(loss, value)
+        assert relative_error(part, head) < 1e-12
+        torch.testing.assert_close(state(own_loss), state(head))
+        torch.testing.assert_close(logits, without(x))
+
+
+def test_invariant_to_the_scale_and_shift_of_a_class():
+    loss_fn = LastNormCrossEntropy(4)
+    logits, y = torch.randn(50, 4), torch.randint(4, (50,))
+    moved = logits * torch.tensor([1.0, 5.0, 100.0, 0.5]) + torch.arange(4)
+    torch.testing.assert_close(loss_fn(logits, y), loss_fn(moved, y), rtol=1e-3, atol=1e-4)

@@ -1,0 +1,150 @@
+"""Small networks of every kind that matters here, and the two ways to a gradient that are compared."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import mimicnorm as mn
+from mimicnorm.layers import LastNorm
+
+
+def body(dropout: float = 0.0) -> nn.Sequential:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Dropout2d(dropout),
+        nn.Conv2d(8, 12, 3, stride=2, bias=False),
+        nn.BatchNorm2d(12),
+        nn.ReLU(inplace=True),
+    )
+
+
+class Classifier(nn.Module):
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        self.body = body(dropout)
+        self.drop = nn.Dropout(dropout)
+        self.fc = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor, shift: Tensor | None = None) -> Tensor:
+        y = self.body(x).mean((2, 3))
+        return self.fc(self.drop(y if shift is None else y + shift))
+
+
+class AveragedHeads(Classifier):
+    """The mean of two heads: a tail after two LastNorms."""
+
+    def __init__(self, dropout: float = 0.0):
+        super().__init__(dropout)
+        self.second = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x).mean((2, 3))
+        return (self.fc(y) + self.second(self.drop(y))) / 2
+
+
+class Segmenter(nn.Module):
+    """A 1x1 convolution as the head, upsampled; an auxiliary head; a dict out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = body()
+        self.head = nn.Conv2d(12, 4, 1)
+        self.auxiliary = nn.Conv2d(12, 4, 1)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        y = self.body(x)
+        up = [F.interpolate(h(y), x.shape[2:], mode="bilinear") for h in (self.head, self.auxiliary)]
+        return {"out": up[0], "aux": up[1]}
+
+
+class Pooled(nn.Module):
+    """A 1x1 convolution as the head, pooled after it, with a learnt temperature behind the LastNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = body()
+        self.head = nn.Conv2d(12, 5, 1)
+        self.temperature = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)).mean((2, 3)).mul_(self.temperature)
+
+
+class WithFeatures(Classifier):
+    """Logits and, past the LastNorm, the features they came from."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, None]:
+        y = self.body(x).mean((2, 3))
+        return self.fc(y), y, None
+
+
+class SharedHead(Classifier):
+    """One head for two views, each with statistics of its own."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.body(x)
+        return self.fc(y.mean((2, 3))), self.fc(y.amax((2, 3)))
+
+
+def dict_loss(out: dict[str, Tensor], targets: Tensor) -> Tensor:
+    return F.cross_entropy(out["out"], targets) + 0.4 * F.cross_entropy(out["aux"], targets)
+
+
+def feature_loss(out: tuple, targets: Tensor) -> Tensor:
+    return F.cross_entropy(out[0], targets) + 0.1 * out[1].square().mean()
+
+
+def two_view_loss(out: tuple, targets: Tensor) -> Tensor:
+    return F.cross_entropy(out[0], targets) + F.cross_entropy(out[1], targets)
+
+
+def converted(net: nn.Module, dtype: torch.dtype = torch.float64, **method: object) -> nn.Module:
+    net = net.to(dtype)
+    mn.convert_(net, mn.MimicNorm(**method), example=torch.zeros(2, 3, 9, 9, dtype=dtype), init="theory")
+    return net
+
+
+def batch(n: int = 32, dtype: torch.dtype = torch.float64, classes: int = 5) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(n, 3, 9, 9, generator=g, dtype=dtype), torch.randint(classes, (n,), generator=g)
+
+
+def one_graph(net: nn.Module, loss_fn: Callable, x: Tensor, y: Tensor, micro_batch: int, head: str = "fc") -> Tensor:
+    """Backward through one graph over the same micro-batches: dropout draws what it draws for each of them."""
+    norm: LastNorm = net.get_submodule(head).last_norm
+    norm.intercept = lambda logits: logits
+    logits = torch.cat([net(part) for part in x.split(micro_batch)])
+    norm.intercept = None
+    loss = loss_fn(norm(logits), y)
+    loss.backward()
+    return loss.detach()
+
+
+def full_batch(net: nn.Module, loss_fn: Callable, x: object, y: object) -> tuple[nn.Module, Tensor]:
+    """A copy of the network with the gradient of the whole batch, and the loss."""
+    whole = copy.deepcopy(net)
+    loss = loss_fn(whole(x), y)
+    loss.backward()
+    return whole, loss.detach()
+
+
+def gradient(net: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten().double() for p in net.parameters() if p.requires_grad])
+
+
+def relative_error(net: nn.Module, reference: nn.Module) -> float:
+    right = gradient(reference)
+    return float((gradient(net) - right).norm() / right.norm())
+
+
+def state(*modules: object) -> Tensor:
+    """All buffers of the modules among the arguments, as one vector."""
+    buffers = [b for m in modules if isinstance(m, nn.Module) for b in m.buffers()]
+    return torch.cat([torch.empty(0, dtype=torch.float64), *(b.flatten().double() for b in buffers)])
