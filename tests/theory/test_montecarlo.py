@@ -80,6 +80,10 @@ def test_an_estimate_prints_what_was_compared():
     assert montecarlo.dual_activation("relu", 0.0, count=4, seed=5) == estimate
     with pytest.raises(TheoryError, match="at least 2"):
         montecarlo.dual_activation(count=1)
+    with pytest.raises(TheoryError, match="not 1"):
+        montecarlo.lemma1(1)
+    with pytest.raises(TheoryError, match="two points"):
+        montecarlo.theorem1(points=1)
 
 
 def test_pairs_have_their_correlation():

@@ -110,6 +110,8 @@ def test_iterate_stacks_the_start_first():
         (lambda: Transition(sigma_b2=-0.1), "variance"),
         (lambda: Transition(sigma_b2=1.0), "below 1"),
         (lambda: Transition(fan_in=1), "at least 2"),
+        (lambda: Transition(sigma_w2=None), "not None"),
+        (lambda: Transition()("half"), "not 'half'"),
         (lambda: Transition()(1.1), "outside [-1, 1]"),
         (lambda: Transition().iterate(0.1, 0), "at least 1, not 0"),
         (lambda: Transition(activation="identity").fixed_points, "linear"),

@@ -324,8 +324,8 @@ def gain(
     """
     if mode not in ("weight_mean", "plain"):
         raise TheoryError(f"unknown mode {mode!r}: use 'weight_mean' (centred weights) or 'plain' (others).")
-    if fan_in is not None and fan_in < 1:
-        raise TheoryError(f"fan_in must be at least 1, not {fan_in}.")
+    if fan_in is not None and (not isinstance(fan_in, int) or fan_in < 1):
+        raise TheoryError(f"fan_in must be an integer of at least 1, not {fan_in!r}.")
     stats = activation_stats(activation, kinks, **parameters)
     if mode == "plain":
         return 1 / stats.rms

@@ -187,7 +187,10 @@ def plot(signals: dict[str, Signal], path: str | Path, *, titles: Sequence[str] 
         rows = signal.weight_layers().layers or signal.layers
         depth = range(1, len(rows) + 1)
         for axis, field in zip(axes, ("variance", "correlation", "gradient"), strict=True):
-            axis.plot(depth, [getattr(row, field) for row in rows], marker=".", lw=1, label=label)
+            values = [getattr(row, field) for row in rows]
+            if field != "correlation":  # a zero, such as behind a branch that starts at zero, has no logarithm
+                values = [v if v > 0 else math.nan for v in values]
+            axis.plot(depth, values, marker=".", lw=1, label=label)
     for axis, title in zip(axes, names, strict=True):
         axis.set(title=title, xlabel="weight layer")
         if title != names[1]:

@@ -63,7 +63,10 @@ def _checked(
 
 def check_correlation(rho: Tensor | float) -> Tensor:
     """Return rho as float64, refusing what is no correlation; rounding of 1e-12 beyond +-1 is forgiven."""
-    values = torch.as_tensor(rho, dtype=torch.float64)
+    try:
+        values = torch.as_tensor(rho, dtype=torch.float64)
+    except (TypeError, ValueError) as error:
+        raise TheoryError(f"a correlation must be a number or a tensor of numbers, not {rho!r}.") from error
     bad = ~(values.abs() <= 1 + 1e-12)
     if bool(bad.any()):
         worst = float(values[bad].flatten()[0])

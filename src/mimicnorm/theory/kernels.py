@@ -190,13 +190,15 @@ def block_scales(scale: Scales, blocks: int) -> list[float]:
 
 
 def _inputs(x: Tensor, name: str) -> Tensor:
-    if not isinstance(x, Tensor) or x.dim() < 2:
+    if not isinstance(x, Tensor) or x.dim() < 2 or x.numel() == 0:
         shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise TheoryError(f"{name} must be a tensor of samples (m, ...), not {shape}; a Gram matrix goes in Gram(...).")
     return x.detach().flatten(1).to(torch.float64)
 
 
 def _start(x: Tensor | Gram, x2: Tensor | None, first_w2: float, first_b2: float) -> _State:
+    if not (first_w2 > 0 and first_b2 >= 0):
+        raise TheoryError(f"first_w2 = {first_w2} must be positive and first_b2 = {first_b2} at least 0.")
     if isinstance(x, Gram):
         if x2 is not None:
             raise TheoryError("a Gram holds both sides already: leave x2 out and give Gram its rows and columns.")
@@ -247,6 +249,8 @@ def _one_thread() -> Iterator[None]:
 
 @_one_thread()
 def _layer(state: _State, t: Transition) -> _State:
+    if not isinstance(t, Transition):
+        raise TheoryError(f"transition must be a Transition, such as Transition('weight_mean'), not {t!r}.")
     require_continuous(t.activation)
     phi, w2, bias = t.activation, t.effective_w2, t.sigma_b2
     q = state.q1[0]

@@ -77,6 +77,8 @@ def lemma1(n: int = 64, rho: float = 0.5, activation: Any = "relu", *, count: in
     The factor is (n_i - 1)/n_i, n_i the fan-in; the appendix prints n_o.
     """
     phi, n_out = resolve(activation), 32
+    if n < 2:
+        raise TheoryError(f"n is a fan-in to be centred: it must be at least 2, not {n}.")
 
     def draw(s: int) -> float:
         rng = torch.Generator().manual_seed(s)
@@ -104,6 +106,8 @@ def theorem1(
     number is (d + (m - 1) o) / (d - o); the error is a jackknife's over networks. It tends to 1 in the
     chaotic phase and to (m + 3)/3 on the critical line (ReLU) as depth grows.
     """
+    if points < 2:
+        raise TheoryError(f"a condition number needs at least two points, not {points}.")
     transition = Transition(kind)
     x = torch.eye(points, dtype=torch.float64) * math.sqrt(points)
     nets = [FiniteNetwork(points, width, depth, transition, seed=seed + i, outputs=4) for i in range(count)]

@@ -83,7 +83,8 @@ def learning_curve(
         [1.0, 0.25]
     """
     k = _symmetric(ntk).to(torch.float64)
-    y = targets.to(torch.float64).reshape(len(targets), -1)
+    y = torch.as_tensor(targets, dtype=torch.float64)
+    y = y.reshape(len(y), -1)
     if len(y) != len(k):
         raise TheoryError(f"{len(y)} targets were given for a kernel of {len(k)} points.")
     if ntk_test is not None and (ntk_test.dim() != 2 or ntk_test.shape[1] != len(k)):
@@ -108,6 +109,7 @@ def learning_curve(
 
 
 def _symmetric(kernel: Tensor) -> Tensor:
+    kernel = torch.as_tensor(kernel)
     if kernel.dim() != 2 or kernel.shape[0] != kernel.shape[1] or kernel.shape[0] == 0:
         raise TheoryError(f"a kernel must be a square matrix, not of shape {tuple(kernel.shape)}.")
     if not bool(torch.isfinite(kernel).all()):

@@ -87,10 +87,10 @@ class Transition:
                 raise TheoryError(f"sigma_w2 must be a positive number or 'stable', not {self.sigma_w2!r}.")
             if self.sigma_b2 >= 1:
                 raise TheoryError(f"no stable sigma_w2 exists for sigma_b2 = {self.sigma_b2}: it must be below 1.")
-        elif not (math.isfinite(self.sigma_w2) and self.sigma_w2 > 0):
+        elif not (isinstance(self.sigma_w2, (int, float)) and math.isfinite(self.sigma_w2) and self.sigma_w2 > 0):
             raise TheoryError(f"sigma_w2 must be a positive number or 'stable', not {self.sigma_w2!r}.")
-        if self.fan_in is not None and self.fan_in < 2:
-            raise TheoryError(f"fan_in must be at least 2, not {self.fan_in}: one weight centred is zero.")
+        if self.fan_in is not None and (not isinstance(self.fan_in, int) or self.fan_in < 2):
+            raise TheoryError(f"fan_in must be an integer of at least 2, not {self.fan_in!r}.")
 
     @property
     def centred(self) -> bool:

@@ -1,0 +1,244 @@
+"""Measure every number that docs/theory.md and docs/errata.md state; writes results/theory.json and the figures.
+
+Run with MIMICNORM_DATA (or --data-dir) naming a folder that holds mnist/*.parquet for the parts on real digits:
+
+    python benchmarks/theory.py --figures docs/figures
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import math
+import os
+import platform
+import resource
+import subprocess
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from mimicnorm.theory import (
+    FiniteNetwork,
+    Transition,
+    activation_stats,
+    condition_number,
+    dual,
+    empirical_ntk,
+    figures,
+    gain,
+    kernels,
+    learning_curve,
+    montecarlo,
+    residual_kernels,
+)
+
+SEED = 0
+SIX = ("relu", "leaky_relu", "gelu", "silu", "tanh", "erf")
+RHOS = (-0.9, 0.0, 0.5, 0.9, 0.99)
+S = 1 - 1 / math.pi
+
+
+def mnist(folder: str | None) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Return 3,000 test digits, pixel-normalised, and their labels; None without the data."""
+    root = folder or os.environ.get("MIMICNORM_DATA")
+    files = sorted(Path(root, "mnist").glob("test-*.parquet")) if root else []
+    if not files:
+        return None
+    import numpy as np
+    import pyarrow.parquet
+    from PIL import Image
+
+    table = pyarrow.parquet.read_table(files[0]).slice(0, 3000).to_pydict()
+    pixels = np.stack([np.asarray(Image.open(io.BytesIO(image["bytes"]))) for image in table["image"]])
+    return (torch.tensor(pixels).double() / 255 - 0.1307) / 0.3081, torch.tensor(table["label"])
+
+
+def pairs_at(rhos: tuple[float, ...]) -> torch.Tensor:
+    """Return a base vector and one partner per correlation, all with |x|^2 = n_0 = 2."""
+    angles = torch.tensor([0.0, *(math.acos(rho) for rho in rhos)], dtype=torch.float64)
+    return torch.stack([angles.cos(), angles.sin()], 1) * math.sqrt(2)
+
+
+def agreement(width: int = 256, count: int = 12) -> dict:
+    """Hold NNGP and NTK of random networks against the closed forms over activations, depths, correlations."""
+    x, rows = pairs_at(RHOS), []
+    for kind in ("straight", "weight_mean"):
+        for activation in SIX:
+            for depth in (1, 3, 10, 50):
+                t = Transition(kind, activation)
+                exact = kernels(x, depth, t)
+                nngp, ntk = [], []
+                for i in range(count):
+                    net = FiniteNetwork(2, width, depth, t, outputs=32, seed=SEED + i)
+                    with torch.no_grad():
+                        h = net(x)
+                    nngp.append(h[0] @ h[1:].T / h.shape[1])
+                    if depth <= 10 or activation in ("relu", "gelu"):  # depth 50 is heavy: two of the six
+                        small = FiniteNetwork(2, width, depth, t, outputs=1, seed=SEED + 1000 + i)
+                        ntk.append(empirical_ntk(small, x[:1], x[1:])[0])
+                for name, draws, right in (("nngp", nngp, exact.nngp), ("ntk", ntk, exact.ntk)):
+                    if not draws:
+                        continue
+                    values = torch.stack(draws)
+                    error = values.std(0) / math.sqrt(count)
+                    for j, rho in enumerate(RHOS):
+                        gap = float(values.mean(0)[j] - right[0, j + 1])
+                        row = {"kernel": name, "kind": kind, "activation": activation, "depth": depth, "rho": rho}
+                        row |= {"exact": float(right[0, j + 1]), "estimate": float(values.mean(0)[j])}
+                        rows.append(row | {"standard_error": float(error[j]), "sigmas": abs(gap) / float(error[j])})
+    sigmas = torch.tensor([row["sigmas"] for row in rows])
+    summary = {
+        "width": width,
+        "count": count,
+        "comparisons": len(rows),
+        "within_2_sigma": float((sigmas < 2).double().mean()),
+        "within_4_sigma": float((sigmas < 4).double().mean()),
+        "largest_sigma": float(sigmas.max()),
+    }
+    return {"summary": summary, "rows": rows}
+
+
+def errata(count: int) -> dict:
+    """Measure the numbers behind each correction."""
+    wm, straight = Transition("weight_mean"), Transition("straight")
+    x = pairs_at((0.5,))
+    off = {}
+    for depth in (3, 10, 30):
+        path = wm.iterate(0.5, depth)
+        slopes = wm.derivative(path)
+        right = sum(float(path[i]) * math.prod(slopes[i : depth - 1].tolist()) for i in range(depth))
+        printed = sum(float(path[i]) * math.prod(slopes[i + 1 : depth].tolist()) for i in range(depth))
+        diagonal = sum(wm.chi1**i for i in range(depth))
+        off[depth] = {"right": right, "as_printed": printed, "diagonal": diagonal, "off_by": printed / right - 1}
+        assert abs(right - float(kernels(x, depth, wm).ntk[0, 1])) < 1e-10
+    m = 32
+    orthogonal = torch.eye(m, dtype=torch.float64) * math.sqrt(m)
+    conditions = {}
+    for depth in (2, 10, 50, 400):
+        conditions[depth] = {
+            f"{kind}_{name}": condition_number(getattr(kernels(orthogonal, depth, Transition(kind)), name))
+            for kind in ("straight", "weight_mean")
+            for name in ("nngp", "ntk")
+        }
+    ratio = [float(k[0, 1] / k[0, 0]) for k in (kernels(x, d, wm).ntk for d in (40, 41))]
+    bn = FiniteNetwork(16, 256, 4, Transition("batch_norm"), outputs=4, last_norm=True, seed=SEED)
+    data = torch.randn(24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(SEED))
+    bn_ntk = empirical_ntk(bn, data, mode="batch")
+    row_sums = float(bn_ntk.sum(1).abs().max() / bn_ntk.diagonal().mean())
+    growth = {"straight": montecarlo.gradient_growth("straight", count=count)}
+    growth["weight_mean"] = montecarlo.gradient_growth("weight_mean", count=count)
+    for batch in (4, 16, 64, 256):
+        growth[f"batch_norm_{batch}"] = montecarlo.gradient_growth("batch_norm", batch=batch, count=count)
+    blocks = {}
+    for n in (8, 16):
+        code = [1.44 * S / (i + 1) for i in range(n)]
+        rules = {"sqrt": ("weight_mean", "sqrt"), "batch_norm": ("batch_norm", 1.0)}
+        rules |= {"code": ("weight_mean", code), "none": ("weight_mean", "none")}
+        for name, (kind, scale) in rules.items():
+            estimate = montecarlo.residual_variance(kind, scale, n, count=count)
+            blocks[f"{name}_{n}"] = {"exact": estimate.predicted, "estimate": estimate.value}
+            blocks[f"{name}_{n}"]["standard_error"] = estimate.standard_error
+    exact = residual_kernels(orthogonal[:2], 8, wm).rows
+    return {
+        "lemma1": [asdict(montecarlo.lemma1(n, 0.5, count=20 * count)) for n in (16, 64, 512)],
+        "theorem1": [asdict(montecarlo.theorem1(kind, depth=5, width=512)) for kind in ("straight", "weight_mean")],
+        "theorem2": [asdict(montecarlo.theorem2(n, 0.5, count=2 * count)) for n in (16, 64, 512)],
+        "theorem3": [
+            asdict(montecarlo.theorem3(kind, rho, depth, count=2 * count))
+            for kind in ("straight", "weight_mean")
+            for rho, depth in ((1.0, 1), (0.9, 10), (-0.9, 10))
+        ],
+        "ntk_product_range": off,
+        "gain_1.2_variance_after_50": (1.2**2 * S) ** 50,
+        "gain_exact": gain("relu") / math.sqrt(2),
+        "condition_numbers_32_orthogonal_points": conditions,
+        "ntk_off_diagonal_factor": ratio[1] / ratio[0],
+        "straight_approach": float(1 - straight.iterate(0.0, 4000)[-1]) * 4000**2 / (9 * math.pi**2 / 2),
+        "bn_output_ntk_row_sums_over_diagonal": row_sums,
+        "bn_output_ntk_condition_centred": condition_number(bn_ntk, centered=True),
+        "gradient_growth": {name: asdict(estimate) for name, estimate in growth.items()},
+        "correlation_spread": asdict(montecarlo.correlation_spread(count=count)),
+        "correlation_band_1.96_at_300": 1.96 * montecarlo.correlation_band(300),
+        "residual": blocks,
+        "residual_exact_8": float(exact[0]),
+    }
+
+
+def generalisation(data: tuple[torch.Tensor, torch.Tensor] | None, points: int = 500) -> dict | str:
+    """Regress on MNIST with the NTK of plain networks by depth: training ease and test accuracy part ways."""
+    if data is None:
+        return "skipped: no MNIST folder was given"
+    x = data[0][: 2 * points].flatten(1)
+    x = x / x.norm(dim=1, keepdim=True) * math.sqrt(x.shape[1])
+    y = torch.nn.functional.one_hot(data[1][: 2 * points], 10).double() - 0.1
+    found: dict = {"train_points": points, "test_points": points}
+    for kind in ("straight", "weight_mean"):
+        for depth in (2, 5, 10, 20, 50):
+            ntk = kernels(x, depth, Transition(kind)).ntk
+            train = ntk[:points, :points]
+            curve = learning_curve(train, y[:points], torch.tensor([1e9]), ntk_test=ntk[points:, :points])
+            right = curve.test[0].argmax(1) == y[points:].argmax(1)
+            found[f"{kind}_{depth}"] = {
+                "condition_number": condition_number(train),
+                "test_accuracy": float(right.double().mean()),
+                "test_prediction_rms": float(curve.test.pow(2).mean().sqrt()),
+            }
+    return found
+
+
+def speed() -> dict:
+    """Time the kernels of 2,000 points at depth 50 and the NTK of a width-512, depth-10 network on 512 points."""
+    x = torch.randn(2000, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(SEED))
+    times = []
+    for _ in range(3):
+        start = time.perf_counter()
+        kernels(x, 50, Transition("weight_mean"))
+        times.append(time.perf_counter() - start)
+    net = FiniteNetwork(100, 512, 10, Transition("weight_mean"), seed=SEED)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    empirical_ntk(net, x[:512], memory_bytes=2**28)
+    return {
+        "kernels_2000_points_depth_50_seconds": sorted(times),
+        "empirical_ntk_512_points_seconds": time.perf_counter() - start,
+        "empirical_ntk_peak_mib_above_start": (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024,
+        "full_jacobian_mib": 512 * sum(p.numel() for p in net.parameters()) * 8 / 2**20,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data-dir")
+    parser.add_argument("--figures", help="folder for the figures; none are drawn without it")
+    parser.add_argument("--out", default="results/theory.json")
+    parser.add_argument("--count", type=int, default=20)
+    options = parser.parse_args()
+    data = mnist(options.data_dir)
+    result = {
+        "seed": SEED,
+        "count": options.count,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "commit": subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip(),
+        "threads": torch.get_num_threads(),
+        "speed": speed(),
+        "activations": {name: {"gain": gain(name), **asdict(activation_stats(name))} for name in SIX},
+        "dual": [asdict(montecarlo.dual_activation(a, rho, count=40)) for a in SIX for rho in RHOS],
+        "dual_relu_at_0_times_2pi": float(dual("relu", 0.0)) * 2 * math.pi,
+        "errata": errata(options.count),
+        "generalisation_mnist": generalisation(data),
+        "agreement": agreement(),
+    }
+    Path(options.out).write_text(json.dumps(result, indent=1) + "\n")
+    if options.figures:
+        for name in figures.NAMES:
+            path = Path(options.figures, f"theory-{name}.png")
+            figures.draw(name, path, inputs=None if data is None else data[0], seed=SEED)
+    print(json.dumps(result["agreement"]["summary"], indent=1))
+
+
+if __name__ == "__main__":
+    main()
