@@ -3,9 +3,9 @@
     python benchmarks/coverage.py [--limit N] [--fresh] [--shard 0/2]
 
 Resumable: finished models are kept in ``results/coverage.jsonl`` and skipped; the summary is
-``results/coverage.json``. Shards may run side by side. For each model, at the smallest input it takes: converted (no batch-dependent module
-left but LastNorm; a training step gives a finite gradient to every parameter that had one; the share of owners
-that are centred), or refused by name.
+``results/coverage.json``. Shards may run side by side. For each model, at the smallest input it takes: converted
+(no batch-dependent module left but LastNorm; a training step gives a finite gradient to every parameter that had
+one; the share of owners that are centred), or refused by name.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Let the tests here import the model zoo and the profiled step."""
+"""Let the tests here import the profiled step."""
 
 import sys
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[:0] = [path for path in (str(HERE.parent), str(HERE)) if path not in sys.path]
+sys.path.insert(0, str(Path(__file__).parent))

@@ -18,6 +18,7 @@ from whole_and_parts import (
     Classifier,
     Pooled,
     Segmenter,
+    SavedBytes,
     SharedHead,
     WithFeatures,
     batch,
@@ -300,6 +301,23 @@ def test_a_last_norm_in_eval_mode_is_one_pass_too():
     backward(net, F.cross_entropy, x, y, micro_batch=1)
     assert relative_error(net, whole) <= EXACT
     assert torch.equal(state(net.fc.last_norm), before)
+
+
+def test_memory_of_one_sample():
+    net = converted(Classifier())
+    x, y = batch(64)
+    peaks = []
+    for run in (
+        lambda: F.cross_entropy(net(x), y).backward(),
+        lambda: backward(net, F.cross_entropy, x, y, micro_batch=1),
+    ):
+        net.zero_grad()
+        with SavedBytes([*net.parameters(), *net.buffers(), x]) as saved:
+            run()
+        assert saved.now == 0
+        peaks.append(saved.peak)
+    assert peaks[1] <= peaks[0] / 20
+    assert peaks[1] > 0
 
 
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's, of the pass without a graph

@@ -148,3 +148,31 @@ def state(*modules: object) -> Tensor:
     """All buffers of the modules among the arguments, as one vector."""
     buffers = [b for m in modules if isinstance(m, nn.Module) for b in m.buffers()]
     return torch.cat([torch.empty(0, dtype=torch.float64), *(b.flatten().double() for b in buffers)])
+
+
+class SavedBytes(torch.autograd.graph.saved_tensors_hooks):
+    """Bytes that autograd keeps for the backward pass, parameters and the data apart, and their peak."""
+
+    def __init__(self, not_counted: list[Tensor]):
+        self.apart = {t.untyped_storage().data_ptr() for t in not_counted}
+        self.users: dict[int, int] = {}
+        self.now = self.peak = 0
+        super().__init__(lambda t: _Kept(self, t), lambda kept: kept.tensor)
+
+
+class _Kept:
+    def __init__(self, count: SavedBytes, tensor: Tensor):
+        storage = tensor.untyped_storage()
+        self.count, self.tensor = count, tensor
+        self.key, self.size = storage.data_ptr(), storage.nbytes()
+        if self.key in count.apart:
+            self.size = 0
+        if count.users.setdefault(self.key, 0) == 0:
+            count.now += self.size
+            count.peak = max(count.peak, count.now)
+        count.users[self.key] += 1
+
+    def __del__(self) -> None:
+        self.count.users[self.key] -= 1
+        if self.count.users[self.key] == 0:
+            self.count.now -= self.size

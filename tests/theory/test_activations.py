@@ -105,7 +105,7 @@ def test_a_subclass_of_a_torch_module_keeps_its_own_forward():
     assert activation_stats(Twice()).mean == pytest.approx(2 * activation_stats("relu").mean, rel=1e-13)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.floats(-6, 6), st.sampled_from(["step", "hinge", "square"]))
 def test_kinks_of_a_callable_are_found(where, kind):
     shape = {

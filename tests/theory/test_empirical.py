@@ -86,11 +86,11 @@ def test_wide_networks_reach_the_closed_form(kind, activation, inputs):
     t = Transition(kind, activation, 1.7, 0.2)
     expected = kernels(x, 3, t, first_w2=1.3, first_b2=0.1).ntk
     draws = torch.stack(
-        [empirical_ntk(FiniteNetwork(5, 512, 3, t, outputs=4, first_w2=1.3, first_b2=0.1, seed=s), x) for s in range(8)]
+        [empirical_ntk(FiniteNetwork(5, 256, 3, t, outputs=4, first_w2=1.3, first_b2=0.1, seed=s), x) for s in range(8)]
     )
     error = draws.std(0) / 8**0.5
     assert float(((draws.mean(0) - expected).abs() / error).max()) < 6
-    assert float((error / expected.abs()).max()) < 0.15
+    assert float((error / expected.abs()).max()) < 0.25
 
 
 def test_wide_residual_networks_reach_the_closed_form(inputs):
@@ -98,11 +98,11 @@ def test_wide_residual_networks_reach_the_closed_form(inputs):
     t = Transition("weight_mean", "relu", sigma_b2=0.1)
     expected = residual_kernels(x, 2, t, readout=True).ntk
     draws = torch.stack(
-        [empirical_ntk(FiniteNetwork(5, 384, 2, t, residual="sqrt", outputs=4, seed=s), x) for s in range(8)]
+        [empirical_ntk(FiniteNetwork(5, 192, 2, t, residual="sqrt", outputs=4, seed=s), x) for s in range(8)]
     )
     error = draws.std(0) / 8**0.5
     assert float(((draws.mean(0) - expected).abs() / error).max()) < 6
-    assert float((error / expected.abs()).max()) < 0.2
+    assert float((error / expected.abs()).max()) < 0.3
 
 
 @pytest.mark.parametrize(

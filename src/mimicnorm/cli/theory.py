@@ -1,12 +1,17 @@
-"""``mimicnorm theory``: the paper's theory, running."""
+"""``mimicnorm theory``: the paper's theory, running: gains, figures, Monte Carlo checks, the signal doctor."""
 
 from __future__ import annotations
 
+import json
+import sys
 from dataclasses import dataclass
+from typing import Annotated
+
+import tyro
 
 
 @dataclass
-class Theory:
+class Gains:
     """Print the gain and the stability of every activation the theory knows."""
 
     def run(self) -> None:
@@ -16,9 +21,120 @@ class Theory:
 
         from mimicnorm.theory import activations
 
-        table = Table("activation", "gain", "chi_1", "Tbar'(0)", "dV/dq", title="At the weight-mean gain")
+        table = Table("activation", "gain", "chi_1", "Tbar'(0)", "dV/dq", title="At the weight-mean gain 1/sd(phi(z))")
         for name in activations.names():
             stats = activations.activation_stats(name)
             cells = (1 / stats.sd, stats.chi1, stats.tbar_slope_at_zero, stats.variance_slope)
             table.add_row(name, *(f"{value:.4f}" for value in cells))
         Console().print(table)
+
+
+@dataclass
+class Figure:
+    """Draw one of the theory's figures."""
+
+    name: Annotated[str, tyro.conf.Positional]
+    """distributions, transitions, correlations, ntk, residual or phase."""
+    out: str | None = None
+    """The file to write; its ending chooses the format. theory-NAME.png if not given."""
+    seed: int = 0
+    """Seed of samples and weights."""
+
+    def run(self) -> None:
+        """Draw and say where."""
+        from mimicnorm.theory import figures
+
+        path = self.out or f"theory-{self.name}.png"
+        figures.draw(self.name, path, seed=self.seed)
+        print(f"wrote {path}")
+
+
+@dataclass
+class Check:
+    """Hold the theorems against Monte Carlo: estimate, standard error, prediction."""
+
+    seed: int = 0
+    """Seed of the draws."""
+
+    def run(self) -> None:
+        """Run every check with its default settings."""
+        from mimicnorm.theory import montecarlo
+
+        checks = (
+            montecarlo.dual_activation,
+            montecarlo.lemma1,
+            montecarlo.theorem1,
+            montecarlo.theorem2,
+            montecarlo.theorem3,
+            montecarlo.tangent_kernel,
+            montecarlo.gradient_growth,
+            montecarlo.correlation_spread,
+            montecarlo.residual_variance,
+        )
+        for check in checks:
+            print(check(seed=self.seed), flush=True)
+
+
+@dataclass
+class Doctor:
+    """Show variance, correlation and gradient through a network, before and after conversion."""
+
+    model: Annotated[str, tyro.conf.Positional]
+    """timm:NAME, torchvision:NAME, or package.module:factory."""
+    method: str = "mimicnorm"
+    """What to convert with."""
+    image: int | None = None
+    """Height and width of the input; the model's own default if not given."""
+    batch: int = 8
+    """Samples of noise to send through."""
+    plot: str | None = None
+    """Draw both networks over depth to this file."""
+    json: bool = False
+    """Print plain JSON instead of the table."""
+
+    def run(self) -> None:
+        """Propagate one batch of noise through both networks, layer by layer."""
+        from rich.console import Console
+        from rich.table import Table
+
+        from mimicnorm.cli.model import image_size, load
+        from mimicnorm.convert import convert
+        from mimicnorm.methods import method
+        from mimicnorm.record import call_arguments
+        from mimicnorm.theory import doctor
+
+        chosen = method(self.method)
+        model = load(self.model)
+        (x,), _ = call_arguments(model, (self.batch, *image_size(model, self.image)))
+        signals = {"before": doctor.propagate(model, x)}
+        signals[chosen.name] = doctor.propagate(convert(model, chosen, example=x), x)
+        if self.plot is not None:
+            doctor.plot({name: s.weight_layers() for name, s in signals.items()}, self.plot)
+        if self.json:
+            json.dump({name: s.as_dicts() for name, s in signals.items()}, sys.stdout)
+            print()
+            return
+        before, after = (s.weight_layers().layers for s in signals.values())
+        table = Table(title=f"{self.model}: before | {chosen.name}")
+        for heading in ("layer", "variance", "", "correlation", "", "gradient", ""):
+            table.add_column(heading, justify="left" if heading == "layer" else "right")
+        for a, b in zip(before, after, strict=True):
+            pairs = ((a.variance, b.variance), (a.correlation, b.correlation), (a.gradient, b.gradient))
+            table.add_row(a.name, *(f"{value:.3g}" for pair in pairs for value in pair))
+        Console().print(table)
+
+
+@dataclass
+class Theory:
+    """The paper's theory, running."""
+
+    what: (
+        Annotated[Gains, tyro.conf.subcommand("gains")]
+        | Annotated[Figure, tyro.conf.subcommand("figure")]
+        | Annotated[Check, tyro.conf.subcommand("check")]
+        | Annotated[Doctor, tyro.conf.subcommand("doctor")]
+    )
+
+    def run(self) -> None:
+        """Run the part that was asked for."""
+        self.what.run()

@@ -1,0 +1,28 @@
+# make demo and make test do all of their own set-up on a fresh machine.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test check clean
+
+demo: $(STAMP)
+	$(BIN)/mimicnorm convert examples.small_resnet:small_resnet --image 32
+
+test: $(STAMP) check
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyrefly check --python-interpreter-path $(BIN)/python
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/codespell
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache

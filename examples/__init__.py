@@ -1,0 +1,1 @@
+"""Networks to try the library on."""

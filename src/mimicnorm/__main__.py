@@ -1,0 +1,7 @@
+"""``python -m mimicnorm``."""
+
+import sys
+
+from mimicnorm.cli import main
+
+sys.exit(main())
