@@ -17,8 +17,7 @@ import time
 from collections import Counter
 
 import torch
-import zoo
-from provenance import RESULTS, provenance, save
+from provenance import RESULTS, provenance, save, zoo
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 

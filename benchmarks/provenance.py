@@ -14,6 +14,10 @@ ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 sys.path.insert(0, str(ROOT / "tests"))  # the shim for torchvision lives with the tests
 
+import zoo  # noqa: E402
+
+__all__ = ["RESULTS", "ROOT", "provenance", "save", "zoo"]
+
 
 def provenance(**settings: object) -> dict:
     """Versions, commit and settings of a run."""

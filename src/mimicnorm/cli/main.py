@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -23,7 +23,8 @@ DESCRIPTION = "Take BatchNorm out of a network and keep what it was good for."
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code (2 for what the user can mend)."""
-    command = tyro.cli(Command, prog="mimicnorm", description=DESCRIPTION, args=argv)  # pyrefly: ignore
+    short = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes)
+    command: Any = tyro.cli(Command, prog="mimicnorm", description=DESCRIPTION, args=argv, config=short)  # pyrefly: ignore
     from mimicnorm.errors import MimicNormError
     from mimicnorm.theory.errors import TheoryError
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -114,14 +116,27 @@ class Doctor:
             json.dump({name: s.as_dicts() for name, s in signals.items()}, sys.stdout)
             print()
             return
-        before, after = (s.weight_layers().layers for s in signals.values())
+        before, after = (_by_use(s.weight_layers().layers) for s in signals.values())
         table = Table(title=f"{self.model}: before | {chosen.name}")
         for heading in ("layer", "variance", "", "correlation", "", "gradient", ""):
             table.add_column(heading, justify="left" if heading == "layer" else "right")
-        for a, b in zip(before, after, strict=True):
-            pairs = ((a.variance, b.variance), (a.correlation, b.correlation), (a.gradient, b.gradient))
-            table.add_row(a.name, *(f"{value:.3g}" for pair in pairs for value in pair))
+        for use, a in before.items():
+            b = after.get(use)  # a head with its own LastNorm is a leaf no more
+            cells = [a.name]
+            for quantity in ("variance", "correlation", "gradient"):
+                cells += [f"{getattr(a, quantity):.3g}", "" if b is None else f"{getattr(b, quantity):.3g}"]
+            table.add_row(*cells)
         Console().print(table)
+
+
+def _by_use(layers: Sequence[Any]) -> dict[tuple[str, int], Any]:
+    """Layers by name and how often it was used before."""
+    uses: Counter[str] = Counter()
+    found = {}
+    for layer in layers:
+        found[layer.name, uses[layer.name]] = layer
+        uses[layer.name] += 1
+    return found
 
 
 @dataclass

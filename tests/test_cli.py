@@ -1,0 +1,116 @@
+"""The command line: what it prints, what it says of mistakes, how fast it starts."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import zoo
+
+from mimicnorm.cli import main
+
+
+@pytest.fixture(autouse=True)
+def _zoo():
+    zoo.timm()
+
+
+def test_convert_prints_the_plan_and_the_saving(capsys):
+    assert main(["convert", "timm:resnet18", "--method", "mimicnorm", "--image", "64"]) == 0
+    out = capsys.readouterr().out
+    assert "layer4.1.conv2" in out
+    assert "20 BatchNorms (20 removed" in out
+    assert "kept for the backward pass per sample of 3 x 64 x 64" in out
+
+
+def test_convert_as_json(capsys):
+    assert main(["convert", "torchvision:resnet18", "--image", "64", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["totals"]["centred"] == 20
+    assert 0.4 < data["saved_bytes"]["ratio"] < 0.6
+
+
+def test_a_factory_of_the_users_own(capsys, tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(
+        "from torch import nn\n"
+        "def net():\n"
+        "    return nn.Sequential(nn.Conv1d(2, 8, 30), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 3, 1))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["convert", "mine:net", "--shape", "4", "2", "64"]) == 0
+    assert "1 BatchNorms (1 removed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["convert", "timm:resnet5O"], "Near ones: resnet50"),
+        (["convert", "torchvision:resnet9"], "torchvision has no model 'resnet9'"),
+        (["convert", "resnet50"], "use timm:NAME"),
+        (["convert", "torch.nn:Conv7d"], "Near ones: Conv"),
+        (["convert", "no.such.module:net"], "there is no module 'no'"),
+        (["convert", "torch.nn:Conv2d"], "cannot be called without arguments"),
+        (["convert", "timm:resnet18", "--method", "mimik"], "Did you mean mimicnorm?"),
+        (["convert", "torchvision:alexnet"], "no BatchNorm"),
+        (["convert", "torchvision:resnet18", "--shape", "2", "3"], "forward raised on the example"),
+        (["convert", "torchvision:resnet18", "--head", "nowhere"], "head= names no module"),
+        (["memory", "torchvision:resnet18", "--budget", "lots"], "lots"),
+        (["theory", "figure", "nothing"], "choose one of"),
+    ],
+)
+def test_mistakes_get_one_sentence_and_exit_code_2(words, says, capsys):
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("mimicnorm: ")
+    assert says in captured.err
+    assert "Traceback" not in captured.err
+
+
+def test_a_missing_package_is_said_plainly(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm", None)
+    assert main(["convert", "timm:resnet18"]) == 2
+    assert "timm is not installed. Install it with: pip install timm" in capsys.readouterr().err
+
+
+def test_memory_table_and_json(capsys, tmp_path):
+    plot = tmp_path / "memory.png"
+    words = ["memory", "torchvision:resnet18", "--batch", "4", "--image", "64", "--budget", "1GiB", "--plot", str(plot)]
+    assert main(words) == 0
+    out = capsys.readouterr().out
+    assert "mimicnorm" in out
+    assert "nonorm" in out
+    assert plot.stat().st_size > 1000
+    assert main(["memory", "torchvision:resnet18", "--batch", "4", "--image", "64", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["methods"]
+    assert rows["mimicnorm"]["saved_bytes"] < 0.6 * rows["batchnorm"]["saved_bytes"]
+
+
+def test_theory_commands(capsys, tmp_path):
+    assert main(["theory", "gains"]) == 0
+    assert "1.7129" in capsys.readouterr().out
+    assert main(["theory", "doctor", "torchvision:resnet18", "--image", "32", "--batch", "2"]) == 0
+    assert "layer4.1.conv2" in capsys.readouterr().out
+    assert main(["theory", "figure", "transitions", "--out", str(tmp_path / "t.png")]) == 0
+    assert (tmp_path / "t.png").exists()
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys, mimicnorm.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "convert" in done.stdout
+
+
+def test_import_is_lazy_and_complete():
+    code = (
+        "import sys, mimicnorm as mn\nassert 'torch' not in sys.modules\n"
+        "missing = [n for n in mn.__all__ if not hasattr(mn, n)]\nassert not missing, missing\n"
+        "assert 'torch' in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,52 @@
+"""Gains from recorded activations: settings read right, by an independent Monte Carlo."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mimicnorm.gains import activation, feed
+from mimicnorm.record import record
+
+ACTIVATIONS = {
+    "relu": F.relu,
+    "relu as clamp": lambda x: x.clamp(min=0),
+    "relu6": F.relu6,
+    "clamp": lambda x: torch.clamp(x, -0.5, 2.0),
+    "hardtanh": lambda x: F.hardtanh(x, -0.3, 0.7),
+    "leaky": lambda x: F.leaky_relu(x, 0.3),
+    "leaky default": F.leaky_relu,
+    "elu": lambda x: F.elu(x, alpha=0.5),
+    "gelu": F.gelu,
+    "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "silu": nn.SiLU(),
+    "hardswish": nn.Hardswish(inplace=True),
+    "tanh": torch.tanh,
+    "mish": F.mish,
+}
+
+
+class Net(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.act, self.conv = act, nn.Conv2d(3, 4, 1)
+
+    def forward(self, x):
+        return self.conv(self.act(x * 1.0))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_gain_equals_monte_carlo(name):
+    act = ACTIVATIONS[name]
+    graph = record(Net(act), (2, 3, 4, 4))
+    fed = feed(next(n for n in graph.nodes if n.layer == "conv"))
+    z = act(torch.randn(2_000_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
+    assert fed.gain(centred=False, fan_in=100) == pytest.approx(z.square().mean().item() ** -0.5, rel=5e-3)
+    assert fed.gain(centred=True, fan_in=100) == pytest.approx((100 / 99) ** 0.5 / z.std().item(), rel=5e-3)
+
+
+def test_unknown_activations_have_no_formula():
+    graph = record(Net(lambda x: torch.exp(x)), (2, 3, 4, 4))
+    assert activation(next(n for n in graph.nodes if n.op == "exp")) is None
