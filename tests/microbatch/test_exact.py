@@ -17,8 +17,8 @@ from whole_and_parts import (
     AveragedHeads,
     Classifier,
     Pooled,
-    Segmenter,
     SavedBytes,
+    Segmenter,
     SharedHead,
     WithFeatures,
     batch,
@@ -312,7 +312,7 @@ def test_memory_of_one_sample():
         lambda: backward(net, F.cross_entropy, x, y, micro_batch=1),
     ):
         net.zero_grad()
-        with SavedBytes([*net.parameters(), *net.buffers(), x]) as saved:
+        with (saved := SavedBytes([*net.parameters(), *net.buffers(), x])):
             run()
         assert saved.now == 0
         peaks.append(saved.peak)
