@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
+import json
 import resource
 import statistics
 import sys
@@ -24,7 +25,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from provenance import ROOT, provenance, save
+from provenance import RESULTS, ROOT, provenance, save
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -132,11 +133,12 @@ def build_or_convert(name: str, image: int) -> nn.Module:
 
 
 def prediction() -> None:
-    rows = []
     for name, image in TEN.items():
         model = build_or_convert(name, image)
         for optimizer in ("sgd-momentum", "adamw"):
             for batch in (8, 16, 32):
+                if (name, batch, optimizer) in predicted_so_far():
+                    continue
                 shape = (batch, 3, image, image)
                 predicted = memory.measure(model, shape, optimizer=optimizer).peak_bytes
                 # The copy is made under the profiler, so that its parameters are counted too.
@@ -152,18 +154,18 @@ def prediction() -> None:
                     "error": predicted / real.all_bytes - 1,
                     "error_without_convolution_workspaces": predicted / real.tensor_bytes - 1,
                 }
-                print(
-                    name,
-                    batch,
-                    optimizer,
-                    f"{row['error']:+.3%}",
-                    f"{predicted / real.tensor_bytes - 1:+.3%}",
-                    flush=True,
-                )
-                rows.append(row)
+                print(row, flush=True)
+                rows = [*predicted_so_far().values(), row]
+                worst = {key: max((row[key] for row in rows), key=abs) for key in row if key.startswith("error")}
+                save("memory-prediction", provenance() | {"worst": worst, "rows": rows})
                 gc.collect()
-        worst = {key: max((row[key] for row in rows), key=abs) for key in rows[0] if key.startswith("error")}
-        save("memory-prediction", provenance() | {"worst": worst, "rows": rows})
+
+
+def predicted_so_far() -> dict[tuple, dict]:
+    """The rows on file: an interrupted run goes on where it was; delete the file to start afresh."""
+    path = RESULTS / "memory-prediction.json"
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return {(row["network"], row["batch"], row["optimizer"]): row for row in rows}
 
 
 # -- the paper's columns -----------------------------------------------------------------------
@@ -177,7 +179,8 @@ def cifar(name: str) -> nn.Module:
         model.classifier[0] = nn.Linear(512, 4096)
         return model
     if name == "squeezenet1_1":  # the paper's has BatchNorm; torchvision's has none
-        model = with_batch_norm(build(name, num_classes=100))
+        model = build(name, num_classes=100)
+        with_batch_norm(model.features)
         model.features[0][0].stride = (1, 1)
         return model
     model = build(name, num_classes=100)
@@ -189,13 +192,12 @@ def cifar(name: str) -> nn.Module:
     return model
 
 
-def with_batch_norm(model: nn.Module) -> nn.Module:
+def with_batch_norm(model: nn.Module) -> None:
     for name, child in list(model.named_children()):
         if isinstance(child, nn.Conv2d):
             setattr(model, name, nn.Sequential(child, nn.BatchNorm2d(child.out_channels)))
         else:
             with_batch_norm(child)
-    return model
 
 
 # (network, batch, image, {method: MB in the paper})

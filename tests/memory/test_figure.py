@@ -19,7 +19,7 @@ def mlp(depth):
 
 
 def test_each_part_of_the_memory_has_its_area(tmp_path):
-    analyses = {str(batch): measure(mlp(20), (batch, 64)) for batch in (20, 2000)}
+    analyses = {str(batch): measure(mlp(8), (batch, 64)) for batch in (20, 2000)}
     for name, analysis in analyses.items():
         plot(analysis, tmp_path / f"{name}.png")
     for category in _COLOURS:
@@ -28,7 +28,7 @@ def test_each_part_of_the_memory_has_its_area(tmp_path):
 
 
 def test_several_analyses_stand_side_by_side_on_one_scale(tmp_path):
-    small, large = measure(mlp(20), (200, 64)), measure(mlp(20), (2000, 64))
+    small, large = measure(mlp(8), (200, 64)), measure(mlp(8), (2000, 64))
     plot({"large": large}, tmp_path / "one.png")
     plot({"small": small, "large": large}, tmp_path / "two.png")
     one, two = (matplotlib.image.imread(tmp_path / name).shape for name in ("one.png", "two.png"))

@@ -69,6 +69,7 @@ def _draw(panel, analysis: Analysis, unit: int) -> None:
         textcoords="offset points",
         ha="right",
         fontsize=8,
+        bbox={"facecolor": "white", "edgecolor": "none", "pad": 1},
     )
     panel.set_xlim(0, len(timeline))
     panel.margins(y=0.12)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -67,30 +68,27 @@ class StorageTracker(TorchDispatchMode):
         self._alive: dict[int, _Storage] = {}
         self._bytes = dict.fromkeys(CATEGORIES, 0)
 
-    def add(self, tensor: torch.Tensor, category: str = "temporary", saved_by: str | None = None) -> None:
-        """Count the storage of a tensor under a category; a storage that is known changes its category.
-
-        What autograd saves of parameters and inputs stays theirs, and a saved storage stays with its first saver.
-        """
+    def add(self, tensor: torch.Tensor, category: str | None = None, saved_by: str | None = None) -> None:
+        """Count the storage of a tensor; without a category, as temporary unless it is known as something else."""
         if tensor.device.type != self.device_type or tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
-        known = self._alive.get(storage._cdata)
+        key = storage._cdata
+        known = self._alive.get(key)
         if known is None:
-            key = storage._cdata
-            known = _Storage(storage.nbytes(), category, saved_by, weakref.ref(storage, lambda _: self._drop(key)))
+            known = _Storage(0, category or "temporary", None, weakref.ref(storage, lambda _: self._drop(key)))
             self._alive[key] = known
-        else:
-            self._bytes[known.category] -= known.size_bytes
-            known.size_bytes = storage.nbytes()
-            known.category = category
-            known.saved_by = known.saved_by or saved_by
+        self._bytes[known.category] -= known.size_bytes
+        known.size_bytes = storage.nbytes()  # resize_ may have changed it
+        known.category = category or known.category
+        known.saved_by = known.saved_by or saved_by
         self._bytes[known.category] += known.size_bytes
 
     def save(self, tensor: torch.Tensor, saver: str) -> None:
-        """Count a tensor that autograd packs in the forward pass."""
+        """Count a tensor that autograd packs in the forward pass, unless it belongs to parameters or inputs."""
+        self.add(tensor)
         known = self._alive.get(tensor.untyped_storage()._cdata) if tensor.layout == torch.strided else None
-        if known is None or known.category == "temporary":
+        if known is not None and known.category == "temporary":
             self.add(tensor, "activations", saver)
 
     def saved_bytes_by_module(self) -> dict[str, int]:
@@ -125,18 +123,10 @@ class StorageTracker(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self._see(tensor)
+                self.add(tensor)
         if not _sums_gradients_in_engine(func):
             self._record()
         return result
-
-    def _see(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage() if tensor.layout == torch.strided else None
-        known = self._alive.get(storage._cdata) if storage is not None else None
-        if storage is None or known is None:
-            self.add(tensor)
-        elif known.size_bytes != storage.nbytes():  # resize_
-            self.add(tensor, known.category)
 
     def _drop(self, key: int) -> None:
         storage = self._alive.pop(key)
@@ -157,6 +147,6 @@ def _sums_gradients_in_engine(func) -> bool:
         return False
     frame = sys._getframe(2)
     # A dispatch mode is called through wrappers of torch.compile; on a GPU the engine has a thread of its own.
-    while frame is not None and frame.f_code.co_filename.endswith(("_dynamo/eval_frame.py", "torch/_compile.py")):
+    while frame is not None and Path(frame.f_code.co_filename).name in ("eval_frame.py", "_compile.py"):
         frame = frame.f_back
     return frame is None or frame.f_code.co_name == "_engine_run_backward"
