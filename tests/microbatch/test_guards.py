@@ -173,8 +173,9 @@ def test_losses_that_are_not_one_number():
     x, y = batch(8)
     with pytest.raises(MicroBatchError, match=r"loss_fn must return one number.*\(8,\)"):
         backward(net, nn.CrossEntropyLoss(reduction="none"), x, y, micro_batch=3)
-    with pytest.raises(MicroBatchError, match="denominator=0"):
-        backward(net, nn.CrossEntropyLoss(reduction="sum"), x, y, micro_batch=3, denominator=lambda t: 0.0)
+    for nothing in (0, torch.zeros(()), lambda t: 0.0, float("nan")):
+        with pytest.raises(MicroBatchError, match="denominator="):
+            backward(net, nn.CrossEntropyLoss(reduction="sum"), x, y, micro_batch=3, denominator=nothing)
 
 
 def test_nothing_to_train():

@@ -64,13 +64,13 @@ class LastNorm(_BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Normalise over everything but the classes; with running statistics in eval mode."""
         if self.intercept is not None:  # a micro-batch sees the statistics of the whole batch
-            return _outside_graphs(_hand_over, self.intercept, input)
+            return _outside_graphs(self.intercept, input)
         classes_first = input if self.dim == 1 else input.movedim(self.dim, 1) if input.dim() > 2 else input
         if not self.training:
             normed = self._batch_norm(classes_first, 0.0)
         else:
             self._accumulation.watch(input)
-            if _ranks() > 1 and not isinstance(input, FakeTensor) and not input.is_meta:
+            if world_size() > 1 and not isinstance(input, FakeTensor) and not input.is_meta:
                 normed = _outside_graphs(_over_all_ranks, self, classes_first)
             else:
                 self._require_two(classes_first.numel() // max(classes_first.shape[1], 1), input.shape)
@@ -118,14 +118,11 @@ def _uncompiled(function: Callable[..., Tensor], *args: Any) -> Tensor:
     return function(*args)
 
 
-def _hand_over(intercept: Callable[[Tensor], Tensor], logits: Tensor) -> Tensor:
-    return intercept(logits)
-
-
 # -- many ranks --------------------------------------------------------------------------------------------------
 
 
-def _ranks() -> int:
+def world_size() -> int:
+    """How many ranks share the batch."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers import LastNorm
+from mimicnorm.layers.last_norm import world_size
 from mimicnorm.microbatch import ranks
 from mimicnorm.microbatch.batches import MicroBatch, collect, join, split, to_device, together
 from mimicnorm.microbatch.guards import BufferGuard, heads_of, mixes_samples
@@ -83,20 +84,24 @@ def backward(
         run = _Run(model, inner, heads_of(inner), pieces, device)
         if run.heads or mixes_samples(loss_fn):
             first = _first_pass(run)
-        share = float(denominator(targets) if callable(denominator) else denominator or run.samples)
+        share = float(run.samples if denominator is None else _value(denominator, targets))
     except Exception as error:
         fault = error
     total = ranks.agree(share, fault, torch.empty(0, device=device))
     assert run is not None
     if not total > 0:
         raise MicroBatchError(f"denominator={total}: the sum of the losses must be divided by a positive number")
-    loss = _Loss(loss_fn, targets, scaler, ranks.world_size() / total, denominator is None)
+    loss = _Loss(loss_fn, targets, scaler, world_size() / total, denominator is None)
     if first is None:
         value, outputs = _one_pass(run, loss, return_outputs)
     else:
         value, outputs = _two_passes(run, loss, first)
     value = ranks.mean_over_ranks(value)
     return (value, outputs) if return_outputs else value
+
+
+def _value(denominator: Denominator, targets: Any) -> float | Tensor:
+    return denominator(targets) if callable(denominator) else denominator
 
 
 @dataclass
@@ -110,12 +115,15 @@ class _Run:
     device: torch.device | None
     starts: list[RandomState] = field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.accelerators = accelerators(self.inner)
+
     @property
     def samples(self) -> int:
         return sum(p.size for p in self.pieces)
 
     def random_state(self) -> RandomState:
-        return RandomState.now(accelerators(self.inner))
+        return RandomState.now(self.accelerators)
 
     def call(self, model: nn.Module, piece: MicroBatch, detach: bool = False) -> list[Any]:
         """The leaves of the model's output for a micro-batch; how they hang together goes to ``self.spec``."""

@@ -11,11 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mimicnorm.errors import MicroBatchError
-
-
-def world_size() -> int:
-    """How many ranks share the batch."""
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+from mimicnorm.layers.last_norm import world_size
 
 
 def bare(model: nn.Module) -> nn.Module:
