@@ -37,7 +37,7 @@ def empirical_ntk(
             statistics.
         outputs: ``"mean"``: (m, m2), averaged over outputs as trace / outputs; ``"full"``: (m, outputs, m2,
             outputs).
-        memory_bytes: for the blocks of the Jacobian.
+        memory_bytes: for the blocks of the Jacobian; autograd's temporaries come on top, about as much again.
 
     Example:
         >>> model = nn.Linear(3, 1, bias=False).double()
@@ -99,7 +99,8 @@ def _groups(parameters: dict[str, Tensor], budget: int, rows: int) -> list[dict[
 
 
 def _flat(jacobian: dict[str, Tensor], lead: int) -> Tensor:
-    return torch.cat([j.detach().flatten(lead) for j in jacobian.values()], lead)
+    parts = [j.detach().flatten(lead) for j in jacobian.values()]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, lead)  # a lone large parameter is not copied
 
 
 def _per_sample(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobian:
