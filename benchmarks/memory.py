@@ -32,8 +32,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mimicnorm import memory
-from mimicnorm.convert import convert
-from mimicnorm.methods import METHODS, BatchNorm, MimicNorm, NoNorm
+from mimicnorm.surgery import convert
+from mimicnorm.methods import METHODS, BatchNorm, MimicNorm
 
 sys.path.insert(0, str(ROOT / "tests" / "memory"))
 
@@ -53,14 +53,22 @@ def build(name: str, **settings) -> nn.Module:
     return getattr(zoo.torchvision().models, name)(**settings)
 
 
+def on_file(name: str) -> list[dict]:
+    """The rows of an earlier run: an interrupted one goes on where it was; delete the file to start afresh."""
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text())["rows"] if path.exists() else []
+
+
 # -- ratios ------------------------------------------------------------------------------------
 
 
 def ratios() -> None:
     batch, image = 8, 224
-    rows = []
     for name in FIVE:
         for setting in ("eager", "bf16 autocast", "compile"):
+            rows = on_file("memory-ratios")
+            if any((row["network"], row["setting"]) == (name, setting) for row in rows):
+                continue
             model = build(name)
             if setting == "compile":
                 model.compile()
@@ -137,7 +145,8 @@ def prediction() -> None:
         model = build_or_convert(name, image)
         for optimizer in ("sgd-momentum", "adamw"):
             for batch in (8, 16, 32):
-                if (name, batch, optimizer) in predicted_so_far():
+                known = {(row["network"], row["batch"], row["optimizer"]) for row in on_file("memory-prediction")}
+                if (name, batch, optimizer) in known:
                     continue
                 shape = (batch, 3, image, image)
                 predicted = memory.measure(model, shape, optimizer=optimizer).peak_bytes
@@ -155,17 +164,10 @@ def prediction() -> None:
                     "error_without_convolution_workspaces": predicted / real.tensor_bytes - 1,
                 }
                 print(row, flush=True)
-                rows = [*predicted_so_far().values(), row]
+                rows = [*on_file("memory-prediction"), row]
                 worst = {key: max((row[key] for row in rows), key=abs) for key in row if key.startswith("error")}
                 save("memory-prediction", provenance() | {"worst": worst, "rows": rows})
                 gc.collect()
-
-
-def predicted_so_far() -> dict[tuple, dict]:
-    """The rows on file: an interrupted run goes on where it was; delete the file to start afresh."""
-    path = RESULTS / "memory-prediction.json"
-    rows = json.loads(path.read_text())["rows"] if path.exists() else []
-    return {(row["network"], row["batch"], row["optimizer"]): row for row in rows}
 
 
 # -- the paper's columns -----------------------------------------------------------------------
@@ -327,11 +329,13 @@ def _interleaved_seconds(networks: dict[str, nn.Module], shape: tuple[int, ...],
 
 def inductor() -> None:
     """Count what a real compiled forward saves, with hooks of its own."""
+    models = zoo.torchvision().models
+    ten_layers = partial(models.ResNet, models.resnet.BasicBlock, [1, 1, 1, 1])
     shape, rows = (4, 3, 64, 64), []
     for layout in (torch.contiguous_format, torch.channels_last):
-        for method in (BatchNorm(), MimicNorm(), NoNorm()):
+        for method in (BatchNorm(), MimicNorm()):
             torch._dynamo.reset()
-            model = convert(build("resnet18"), method, example=shape, init=None).to(memory_format=layout)
+            model = convert(ten_layers(), method, example=shape, init=None).to(memory_format=layout)
             images = torch.rand(shape).contiguous(memory_format=layout)
             own = {t.untyped_storage()._cdata for t in (images, *model.parameters(), *model.buffers())}
             found: dict[int, int] = {}
@@ -356,12 +360,13 @@ def inductor() -> None:
             )
             del loss
             print(rows[-1], flush=True)
-    save("memory-inductor", provenance(network="resnet18", shape=shape) | {"rows": rows})
+    save("memory-inductor", provenance(network="ResNet of ten layers", shape=shape) | {"rows": rows})
 
 
 PARTS = {part.__name__: part for part in (ratios, peak, prediction, paper, alternatives, inductor)}
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # on a shared machine two threads wait for each other more than they work
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []], help="default: all")
     for part in parser.parse_args().parts or PARTS:

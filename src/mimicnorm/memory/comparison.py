@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from mimicnorm.convert import convert
+from mimicnorm.surgery import convert
 from mimicnorm.memory.analysis import Analysis, as_text
 from mimicnorm.memory.budget import largest_batch
 from mimicnorm.memory.replica import first_samples
