@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mimicnorm.convert import check
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers import LastNorm
 from mimicnorm.microbatch.batches import MicroBatch
+from mimicnorm.surgery import check
 
 
 def heads_of(model: nn.Module) -> dict[str, LastNorm]:

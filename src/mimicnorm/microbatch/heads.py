@@ -65,7 +65,8 @@ class WholeBatch:
     """One call of one head over all micro-batches: raw logits in, normalised logits out, both in pieces.
 
     Attributes:
-        raw: All logits as rows, (values, classes); a leaf of the graph.
+        raw: All logits, (1, classes, values), a leaf of the graph. The values of a class lie side by side, which is
+            how fp32 sums lose least.
         normed: What the LastNorm makes of them.
     """
 
@@ -73,12 +74,13 @@ class WholeBatch:
         self.dim = norm.dim
         last = [p.movedim(self.dim, -1) for p in parts]
         self.shapes = [p.shape for p in last]
-        self.raw = torch.cat([p.reshape(-1, p.shape[-1]) for p in last]).requires_grad_()
-        self.normed = norm(self.raw)
+        rows = torch.cat([p.reshape(-1, p.shape[-1]) for p in last])
+        self.raw = rows.T.contiguous()[None].requires_grad_()
+        self.normed = norm(self.raw.movedim(1, self.dim)).movedim(self.dim, 1)
 
-    def pieces(self, rows: Tensor) -> list[Tensor]:
-        """Rows as the micro-batches had them."""
-        parts = rows.split([s[:-1].numel() for s in self.shapes])
+    def pieces(self, values: Tensor) -> list[Tensor]:
+        """Values of all classes, shaped like ``raw``, as the micro-batches had them."""
+        parts = values[0].T.split([s[:-1].numel() for s in self.shapes])
         return [p.reshape(s).movedim(-1, self.dim) for p, s in zip(parts, self.shapes, strict=True)]
 
 
