@@ -356,32 +356,41 @@ WAYS = {
 
 
 def accuracy(epochs: int = 4, batch: int = 64, seeds: int = 3, lr: float = 0.1) -> dict:
-    images, labels = digits()
-    train, test = slice(0, 1344), slice(1344, None)
-    rows = []
+    """Every row is kept as soon as it is there, and a run that was interrupted goes on."""
+    setting = {"epochs": epochs, "batch": batch, "seeds": seeds, "lr": lr}
+    path = RESULTS / "microbatch-accuracy.json"
+    before = json.loads(path.read_text()) if path.exists() else {}
+    rows = before["rows"] if setting.items() <= before.items() else []
     for name, (method, way) in WAYS.items():
         for micro_batch in (1, 2, 4, 16, 64):
             if micro_batch == 1 and (method, way) == ("mimicnorm", "accumulate"):
                 continue  # a lone sample has no variance: an error that says so
-            found = []
-            for seed in range(seeds):
-                net = network(method, seed)
-                optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
-                steps = epochs * (1344 // batch)
-                schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=steps)
-                g = torch.Generator().manual_seed(seed)
-                for _ in range(epochs):
-                    for pick in torch.randperm(1344, generator=g).split(batch):
-                        optimizer.zero_grad()
-                        gradient_step(net, way, images[train][pick], labels[train][pick], micro_batch)
-                        optimizer.step()
-                        schedule.step()
-                net.eval()
-                with torch.no_grad():
-                    found.append(float((net(images[test]).argmax(1) == labels[test]).float().mean()))
+            if any(r["method"] == name and r["micro_batch"] == micro_batch for r in rows):
+                continue
+            found = [trained(method, way, micro_batch, seed, epochs, batch, lr) for seed in range(seeds)]
             rows.append({"method": name, "micro_batch": micro_batch, "accuracy": found})
             print(rows[-1])
-    return {"epochs": epochs, "batch": batch, "seeds": seeds, "rows": rows}
+            save("microbatch-accuracy", {**setting, "rows": rows})
+    return {**setting, "rows": rows}
+
+
+def trained(method: str, way: str, micro_batch: int, seed: int, epochs: int, batch: int, lr: float) -> float:
+    """Test accuracy on the digits after training."""
+    images, labels = digits()
+    train = 1344
+    net = network(method, seed)
+    optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9, weight_decay=5e-4)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, lr, total_steps=epochs * (train // batch))
+    g = torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        for pick in torch.randperm(train, generator=g).split(batch):
+            optimizer.zero_grad()
+            gradient_step(net, way, images[pick], labels[pick], micro_batch)
+            optimizer.step()
+            schedule.step()
+    net.eval()
+    with torch.no_grad():
+        return float((net(images[train:]).argmax(1) == labels[train:]).float().mean())
 
 
 # -- figures -----------------------------------------------------------------------------------------------------
