@@ -21,7 +21,7 @@ from provenance import RESULTS, provenance, save, zoo
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mimicnorm.convert import convert_
+from mimicnorm.surgery import convert_
 from mimicnorm.errors import MimicNormError
 from mimicnorm.layers import LastNorm
 from mimicnorm.methods import MimicNorm

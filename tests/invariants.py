@@ -7,10 +7,10 @@ import copy
 import torch
 from torch import nn
 
-from mimicnorm.convert import Report, convert
 from mimicnorm.layers import LastNorm
 from mimicnorm.methods import MimicNorm, NoNorm
 from mimicnorm.record import is_batch_norm
+from mimicnorm.surgery import Report, convert
 
 
 def leaves(output) -> list[torch.Tensor]:
@@ -26,7 +26,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
 
 
 def identity_norms_(model: nn.Module) -> None:
-    """Set every BatchNorm to statistics 0 and 1 - eps, weight 1, bias 0, in eval mode: an exact identity."""
+    """Set every BatchNorm to statistics 0 and 1 - eps, weight 1, in eval mode: exactly x + beta, beta random."""
     for m in model.modules():
         if is_batch_norm(m):
             m.eval()
@@ -35,7 +35,7 @@ def identity_norms_(model: nn.Module) -> None:
                 m.running_var.fill_(1.0 - float(getattr(m, "eps", 1e-5)))
                 if m.weight is not None:
                     m.weight.fill_(1.0)
-                    m.bias.zero_()
+                    m.bias.normal_()
 
 
 def surgery_removes_normalisation_and_nothing_else(model: nn.Module, x: torch.Tensor, **kw) -> None:

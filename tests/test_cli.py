@@ -114,3 +114,21 @@ def test_import_is_lazy_and_complete():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("first", ["convert_", "memory", "microbatch", "plan", "check", "theory"])
+def test_public_functions_are_functions_whatever_is_used_first(first):
+    code = (
+        f"import mimicnorm as mn\nmn.{first}\nassert callable(mn.convert) and callable(mn.plan) and callable(mn.check)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_factory_that_fails_is_told_in_its_own_words(capsys, tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text("def net():\n    raise KeyError('width')\n")
+    (tmp_path / "typo.py").write_text("def net(:\n")
+    monkeypatch.chdir(tmp_path)
+    for spec, says in (("broken:net", "raised KeyError"), ("typo:net", "SyntaxError")):
+        assert main(["convert", spec]) == 2
+        assert says in capsys.readouterr().err

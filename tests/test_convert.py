@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mimicnorm.convert import check, convert, convert_, init_
 from mimicnorm.errors import CheckError, InitError, MimicNormError, RefusedError
 from mimicnorm.layers import LastNorm, LastNormed, Shift, WeightMean
 from mimicnorm.methods import BatchNorm, LastBN, MimicNorm, NoNorm
+from mimicnorm.surgery import check, convert, convert_, init_
 
 SMALL = MimicNorm(min_fan_in=8)
 NETS = {

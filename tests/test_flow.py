@@ -85,7 +85,7 @@ def single_sum(run):
 
 
 def ends(s):
-    return [e.norm or e.layer or e.kind for e in (flow.end(b) for b in s.branches)]
+    return [e.norm or e.layer or e.kind for b in s.branches for e in flow.ends(b)]
 
 
 def test_the_skip_carries():
@@ -96,7 +96,7 @@ def test_the_skip_carries():
 
 def test_the_projection_carries_by_fewest_layers():
     s = single_sum(lambda c, n, x: n[0](c[0](x)) + n[1](c[1](F.relu(c[2](x)))))
-    assert flow.end(s.carrier).norm == "n.0"
+    assert [e.norm for e in flow.ends(s.carrier)] == ["n.0"]
     assert ends(s) == ["n.1"]
 
 
@@ -161,9 +161,9 @@ def heads(model, shape=(2, 3, 8, 8)):
 
 
 def test_heads_of_every_shape():
-    assert heads(nets.resnet()) == ([("fc", 5, 1)], [])
+    assert heads(nets.resnet()) == ([("fc", 5, -1)], [])
     assert heads(nets.Segmenter())[0] == [("aux", 4, 1), ("head", 4, 1)]
-    assert heads(nets.Mlp(), (2, 6, 64))[0] == [("head", 3, 1), ("head_dist", 3, 1)]
+    assert heads(nets.Mlp(), (2, 6, 64))[0] == [("head", 3, -1), ("head_dist", 3, -1)]
     squeeze = nn.Sequential(nn.Conv2d(3, 7, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Softmax(1))
     assert heads(squeeze)[0] == [("0", 7, 1)]
     tokens = nn.Sequential(nn.Linear(3, 9))
@@ -175,3 +175,37 @@ def test_no_evident_head(last):
     found, problems = heads(nn.Sequential(nn.Conv2d(3, 4, 1), last))
     assert not found
     assert "output 0" in problems[0]
+
+
+def test_a_layer_that_the_network_goes_on_reading_is_no_head():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn, self.fc = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
+
+        def forward(self, x):
+            y = self.conv(x)
+            return self.fc(self.bn(y)), y
+
+    g = record(Net(), (2, 3, 4, 4))
+    found, problems = flow.logits(g)
+    assert [h.module for h in found] == ["fc"]
+    assert "conv" in problems[0]
+    assert flow.owner(g.calls("bn")[0]) is None
+
+
+def test_the_larger_of_two_and_a_stack_that_is_summed():
+    s = single_sum(lambda c, n, x: x + torch.maximum(n[0](c[0](x)), n[1](c[1](x))))
+    assert ends(s) == ["n.0", "n.1"]
+    s = single_sum(lambda c, n, x: torch.stack([x, n[0](c[0](x)), n[1](c[1](x))]).sum(0))
+    assert s.carrier.kind is Kind.INPUT
+    assert ends(s) == ["n.0", "n.1"]
+
+
+def test_only_what_a_gate_alone_needs_is_a_gate():
+    def attention(c, n, x):  # the gate comes from deeper layers that also feed the output
+        deep = F.relu(n[1](c[1](F.relu(n[0](c[0](x))))))
+        skip = x * torch.sigmoid(c[2](deep))
+        return c[3](skip + deep)
+
+    assert flow.gate_layers(graph(attention)) == {"c.2"}

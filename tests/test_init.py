@@ -8,9 +8,9 @@ import torch
 import zoo
 from torch import nn
 
-from mimicnorm.convert import convert_, init_
 from mimicnorm.errors import InitError
 from mimicnorm.methods import MimicNorm, NoNorm
+from mimicnorm.surgery import convert_, init_
 
 SMALL = MimicNorm(min_fan_in=8)
 

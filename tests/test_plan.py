@@ -12,7 +12,7 @@ from torch import nn
 
 from mimicnorm.errors import ExampleError, MimicNormError, RefusedError
 from mimicnorm.methods import BatchNorm, LastBN, MimicNorm, NoNorm, WeightMean
-from mimicnorm.plan import plan
+from mimicnorm.planning import plan
 
 SMALL = {"min_fan_in": 8}
 IMAGE = (2, 3, 8, 8)
@@ -139,7 +139,8 @@ def test_never_called_and_shared_norms():
     net.append(nn.Conv2d(8, 2, 1))
     net[0].spare = nn.BatchNorm2d(8)
     p = plan(net, NoNorm(), example=IMAGE)
-    assert norms(p)["0.spare"].role == "unused"
+    assert (norms(p)["0.spare"].role, norms(p)["0.spare"].action) == ("unused", "shift")
+    assert "0.spare never ran" in p.notes[0]
     assert norms(p)["1"].action == "shift"
     assert set(norms(p)) == {"1", "0.spare"}
 
@@ -187,6 +188,13 @@ class FunctionalNorm(nn.Module):
     def forward(self, x):
         x = F.batch_norm(self.conv(x), torch.zeros(8), torch.ones(8), training=True)
         return self.fc(self.bn(x))
+
+
+class TorchNorm(FunctionalNorm):
+    def forward(self, x):
+        mean, var = torch.zeros(8), torch.ones(8)
+        y = torch.batch_norm(self.conv(x), None, None, mean, var, True, 0.1, 1e-5, False)
+        return self.fc(self.bn(y))
 
 
 class BorrowedWeight(nn.Module):
@@ -251,6 +259,10 @@ REFUSED = {
     "not a module": (lambda: "resnet", {}, "torch.nn.Module"),
     "unknown init": (nets.resnet, {"init": "kaiming"}, "init='kaiming'"),
     "method class": (nets.resnet, {"method": MimicNorm}, r"pass an object: MimicNorm\(\)"),
+    "head thing": (nets.resnet, {"head": 5}, "head=5"),
+    "no head named": (nets.resnet, {"head": []}, r"head=\[\]"),
+    "where of one": (nets.resnet, {"where": lambda m: True}, "where must take"),
+    "torch.batch_norm": (TorchNorm, {}, "F.batch_norm"),
     "method thing": (nets.resnet, {"method": 3}, "method must be one of"),
     "where thing": (nets.resnet, {"where": "bn"}, "where must be a function"),
 }

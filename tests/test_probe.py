@@ -8,20 +8,25 @@ from torch import nn
 from mimicnorm import probe
 
 
+def kept(norm, shape):
+    found = probe.norm(norm, shape)
+    return None if found is None else list(found.children)
+
+
 def test_timm_batch_norm_act_keeps_dropout_and_activation():
     norm_act = zoo.timm().layers.BatchNormAct2d(8, drop_layer=nn.Dropout)
-    assert probe.remains(norm_act, torch.Size((2, 8, 4, 4))) == ["drop", "act"]
-    assert probe.remains(norm_act, None) == ["drop", "act"]
+    assert kept(norm_act, torch.Size((2, 8, 4, 4))) == ["drop", "act"]
+    assert kept(norm_act, None) == ["drop", "act"]
     silent = zoo.timm().layers.BatchNormAct2d(8, apply_act=False, drop_layer=nn.Dropout)
-    assert probe.remains(silent, None) == ["drop", "act"]
+    assert kept(silent, None) == ["drop", "act"]
     frozen = zoo.timm().layers.FrozenBatchNormAct2d(8)
-    assert probe.remains(frozen, torch.Size((2, 8, 4, 4))) == ["drop", "act"]
+    assert kept(frozen, torch.Size((2, 8, 4, 4))) == ["drop", "act"]
 
 
 def test_torchvision_frozen_batch_norm():
     frozen = zoo.torchvision().ops.FrozenBatchNorm2d(8)
     frozen.running_mean.fill_(3.0)
-    assert probe.remains(frozen, torch.Size((2, 8, 4, 4))) == []
+    assert kept(frozen, torch.Size((2, 8, 4, 4))) == []
     assert frozen.running_mean.mean() == 3.0
 
 
@@ -42,10 +47,8 @@ def test_norms_that_do_something_else():
         def forward(self, x, y):
             return super().forward(x) + y
 
-    for kind in (Signed, Needy):
-        assert probe.remains(kind(4), torch.Size((2, 4, 3, 3))) is None
-    # ReLU before or after an identity is the same, so this one is understood
-    assert probe.remains(Swapped(4), torch.Size((2, 4, 3, 3))) == ["act"]
+    for kind in (Signed, Needy, Swapped):
+        assert kept(kind(4), torch.Size((2, 4, 3, 3))) is None
 
 
 def test_subclasses_that_only_rename():
@@ -53,8 +56,30 @@ def test_subclasses_that_only_rename():
         def forward(self, x):
             return super().forward(x.float())
 
-    assert probe.remains(Mine(4), torch.Size((2, 4))) == []
-    assert probe.remains(Mine(4, track_running_stats=False, affine=False), torch.Size((2, 4, 5))) == []
+    assert kept(Mine(4), torch.Size((2, 4))) == []
+    assert kept(Mine(4, track_running_stats=False, affine=False), torch.Size((2, 4, 5))) == []
+
+
+def test_sequences_with_channels_last():
+    class Transposing(nn.BatchNorm1d):
+        def forward(self, x):
+            return super().forward(x.transpose(1, 2)).transpose(1, 2)
+
+    for shape in ((2, 6, 8), (2, 4, 8), (2, 8, 8)):
+        assert probe.norm(Transposing(8), torch.Size(shape)) == probe.NormProbe((), -1)
+    assert probe.norm(zoo.timm().layers.BatchNormAct2d(8), torch.Size((2, 8, 9, 9))).channel_dim == 1
+
+
+def test_probes_under_another_default_type_and_device():
+    norm_act = zoo.timm().layers.BatchNormAct2d(8)
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert kept(norm_act, torch.Size((2, 8, 4, 4))) == ["drop", "act"]
+    finally:
+        torch.set_default_dtype(torch.float32)
+    with torch.device("meta"):
+        assert kept(norm_act, torch.Size((2, 8, 4, 4))) == ["drop", "act"]
+        assert probe.layer(Padded(4, 4, 3, device="cpu"), torch.Size((2, 4, 6, 6))).centres
 
 
 class Padded(nn.Conv2d):
@@ -93,5 +118,5 @@ def test_layers():
 def test_probes_on_the_meta_device():
     with torch.device("meta"):
         norm, conv = zoo.timm().layers.BatchNormAct2d(8), Padded(4, 4, 3)
-    assert probe.remains(norm, torch.Size((2, 8, 4, 4))) == ["drop", "act"]
+    assert kept(norm, torch.Size((2, 8, 4, 4))) == ["drop", "act"]
     assert probe.layer(conv, torch.Size((2, 4, 6, 6))).centres

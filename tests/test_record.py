@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from mimicnorm.errors import ExampleError
+from mimicnorm.example import call_arguments
 from mimicnorm.ops import Kind, canonical
-from mimicnorm.record import call_arguments, is_batch_norm, record
+from mimicnorm.record import is_batch_norm, record
 
 
 def only(graph, **wanted):

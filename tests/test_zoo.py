@@ -10,10 +10,10 @@ import pytest
 import torch
 import zoo
 
-from mimicnorm.convert import check, convert
 from mimicnorm.errors import RefusedError
 from mimicnorm.methods import MimicNorm
-from mimicnorm.plan import plan
+from mimicnorm.planning import plan
+from mimicnorm.surgery import check, convert
 
 TORCHVISION = [
     "densenet121",

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "convert": "convert",
-    "convert_": "convert",
-    "check": "convert",
-    "init_": "convert",
-    "Report": "convert",
-    "plan": "plan",
+    "convert": "surgery",
+    "convert_": "surgery",
+    "check": "surgery",
+    "init_": "surgery",
+    "Report": "surgery",
+    "plan": "planning",
     "Plan": "steps",
     "MimicNorm": "methods",
     "WeightMean": "methods",
@@ -36,11 +36,11 @@ __all__ = [*_WHERE, *_MODULES]
 
 if TYPE_CHECKING:
     from mimicnorm import errors, layers, memory, methods, microbatch, theory
-    from mimicnorm.convert import Report, check, convert, convert_, init_
     from mimicnorm.errors import MimicNormError
     from mimicnorm.methods import BatchNorm, LastBN, MimicNorm, NoNorm, WeightMean
-    from mimicnorm.plan import plan
+    from mimicnorm.planning import plan
     from mimicnorm.steps import Plan
+    from mimicnorm.surgery import Report, check, convert, convert_, init_
 
 
 def __getattr__(name: str) -> Any:

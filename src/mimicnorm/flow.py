@@ -9,8 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from mimicnorm.graph import Graph, Node
 from mimicnorm.ops import Kind
-from mimicnorm.record import Graph, Node
 
 _TO_OWNER = (Kind.VIEW, Kind.PAD, Kind.DROPOUT)
 _TO_LAYERS = (Kind.ACTIVATION, Kind.POOL, Kind.DROPOUT, Kind.VIEW, Kind.PAD, Kind.CONSTANT, Kind.RESIZE)
@@ -36,6 +36,8 @@ def carried(node: Node) -> Node | None:
     """
     if not node.inputs:
         return None
+    if node.kind in (Kind.ACTIVATION, Kind.POOL) and len(set(node.inputs)) > 1:
+        return None  # torch.maximum(a, b): neither alone
     if node.kind is not Kind.PRODUCT:
         return node.inputs[0]
     a, b = node.inputs[:2]
@@ -61,10 +63,14 @@ def walk_back(node: Node, through: tuple[Kind, ...], stop: Callable[[Node], bool
 def owner(norm: Node) -> Node | None:
     """The weight layer that alone produces a BatchNorm's input, if nobody else reads it on the way."""
     node = norm.inputs[0]
-    while node.kind in _TO_OWNER and len(node.users) == 1 and len(set(node.inputs)) == 1:
+    while node.kind in _TO_OWNER and _readers(node) == 1 and len(set(node.inputs)) == 1:
         node = node.inputs[0]
-    alone = node.kind is Kind.LAYER and node.layer is not None and len(node.users) == 1
+    alone = node.kind is Kind.LAYER and node.layer is not None and _readers(node) == 1
     return node if alone else None
+
+
+def _readers(node: Node) -> int:
+    return len(node.users) + node.is_output
 
 
 def on_raw_input(norm: Node) -> bool:
@@ -90,19 +96,24 @@ def reached_layers(node: Node) -> list[Node]:
 
 
 def gate_layers(graph: Graph) -> set[str]:
-    """Weight layers that only make a gate (squeeze-excite, attention over channels or positions)."""
-    layers = [n for n in graph.nodes if n.layer is not None]
-    found: set[str] = set()
-    for product in graph.nodes:
-        if product.kind is not Kind.PRODUCT or len(set(product.inputs)) < 2:
+    """Weight layers that only make gates (squeeze-excite, attention over channels or positions).
+
+    What an output depends on by way of gates alone: cut the edge from each gate to its product, and these layers
+    are cut off.
+    """
+    found, wanted = 0, 0
+    front = list(graph.outputs)
+    for output in graph.outputs:
+        wanted |= output.ancestors
+    while front:
+        node = front.pop()
+        if found >> node.index & 1:
             continue
-        kept = carried(product)
-        if kept is None:
-            continue
-        gate = next(n for n in product.inputs if n is not kept)
-        own = gate.ancestors & ~kept.ancestors
-        found |= {n.layer for n in layers if own >> n.index & 1 and n.layer is not None}
-    return found
+        found |= 1 << node.index
+        kept = carried(node) if node.kind is Kind.PRODUCT and len(set(node.inputs)) > 1 else None
+        front += node.inputs if kept is None else (kept,)
+    cut_off = wanted & ~found
+    return {n.layer for n in graph.nodes if n.layer is not None and cut_off >> n.index & 1}
 
 
 def _self_gate(product: Node) -> bool:
@@ -145,9 +156,24 @@ class Sum:
         return tuple(n for n in self.operands if n is not self.carrier)
 
 
-def end(operand: Node) -> Node:
-    """Where an operand of a sum comes from: the first BatchNorm, weight layer, sum, concat or input behind it."""
-    return walk_back(operand, _TO_END)
+def ends(operand: Node) -> list[Node]:
+    """Where an operand of a sum comes from: the first BatchNorm, weight layer, sum, concat or input behind it.
+
+    More than one where it is the larger of several tensors.
+    """
+    stop = walk_back(operand, _TO_END)
+    several = stop.kind in (Kind.ACTIVATION, Kind.POOL) and len(set(stop.inputs)) > 1
+    return [e for n in dict.fromkeys(stop.inputs) for e in ends(n)] if several else [stop]
+
+
+def summands(node: Node) -> tuple[Node, ...] | None:
+    """What a node adds up: the operands of an addition, or the stacked tensors of ``stack(...).sum(0)``."""
+    if node.kind is Kind.SUM:
+        return node.inputs
+    stacked = node.inputs[0] if node.inputs else None
+    if node.op in ("sum", "mean") and stacked is not None and stacked.op == "stack":
+        return stacked.inputs if _readers(stacked) == 1 and len(node.shape) == len(stacked.shape) - 1 else None
+    return None
 
 
 def sums(graph: Graph) -> list[Sum]:
@@ -155,7 +181,7 @@ def sums(graph: Graph) -> list[Sum]:
     weights = sum(1 << n.index for n in graph.nodes if n.kind is Kind.LAYER)
     found = []
     for node in graph.nodes:
-        if node.kind is not Kind.SUM or (len(node.users) == 1 and node.users[0].kind is Kind.SUM):
+        if summands(node) is None or (_readers(node) == 1 and node.users and node.users[0].kind is Kind.SUM):
             continue  # a nested sum with one reader is part of that reader
         operands = tuple(_flatten(node))
         if len(set(operands)) > 1:
@@ -165,8 +191,8 @@ def sums(graph: Graph) -> list[Sum]:
 
 def _flatten(node: Node) -> list[Node]:
     flat: list[Node] = []
-    for operand in node.inputs:
-        if operand.kind is Kind.SUM and len(operand.users) == 1:
+    for operand in summands(node) or ():
+        if operand.kind is Kind.SUM and _readers(operand) == 1:
             flat += _flatten(operand)
         else:
             flat.append(operand)
@@ -223,21 +249,33 @@ def logits(graph: Graph) -> tuple[list[Logits], list[str]]:
                 front += [before] if before is not None else []
             elif node.kind in (Kind.SUM, Kind.CONCAT):
                 front += node.inputs
-            elif node.kind is Kind.LAYER and (node.layer or node.made_by):
+            elif node.kind is Kind.LAYER and (node.layer or node.made_by) and set(node.users) <= seen:
                 name = node.layer or node.made_by[0]
                 heads.setdefault(name, logits_at(node, name))
             else:
-                what = f"{node.norm or node.where or node.op!r}" if node.kind is not Kind.INPUT else "the input"
-                problems.append(
-                    f"output {position} {tuple(output.shape)} comes from {what} ({node.kind.value}), not from a layer"
-                )
+                problems.append(f"output {position} {tuple(output.shape)} {_not_logits(node)}")
     return list(heads.values()), problems
+
+
+def _not_logits(node: Node) -> str:
+    if node.kind is Kind.INPUT:
+        return "is the input itself"
+    if node.kind is Kind.LAYER:
+        return f"comes from {node.layer or node.where or node.op}, which the rest of the network reads, too"
+    return f"comes from {node.norm or node.where or node.op} ({node.kind.value}), not from a layer"
 
 
 def logits_at(node: Node, name: str) -> Logits:
     """A head at a node: classes along dimension 1 of a convolution's output, else along the last."""
-    dim = 1 if node.op.startswith("conv") or len(node.shape) == 2 else -1
+    layer = walk_back(node, _TO_LOGITS)
+    convolved = layer.op.startswith("conv") or (layer.kind is not Kind.LAYER and len(node.shape) == 4)
+    dim = 1 if convolved else -1
     return Logits(name, node.shape[dim], dim)
+
+
+def head_layer(node: Node) -> str | None:
+    """The weight layer that makes the logits returned at a node, if that is evident."""
+    return walk_back(node, _TO_LOGITS).layer
 
 
 def uses(graph: Graph) -> Counter[str]:

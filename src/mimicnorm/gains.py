@@ -11,8 +11,8 @@ from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
 from mimicnorm.flow import carried
+from mimicnorm.graph import Node
 from mimicnorm.ops import Kind
-from mimicnorm.record import Node
 from mimicnorm.theory.activations import ActivationStats, activation_stats
 from mimicnorm.theory.errors import TheoryError
 

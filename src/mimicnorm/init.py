@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,9 +14,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mimicnorm.errors import ExampleError, InitError
+from mimicnorm.example import call_arguments, describe
 from mimicnorm.isolate import untouched
 from mimicnorm.layers import LastNorm, Scale, Shift, WeightMean
-from mimicnorm.record import call_arguments, describe
 from mimicnorm.steps import LayerStep, NormStep
 
 
@@ -50,7 +51,7 @@ def initialise(
         for n in norms:
             _reset_affine(modules[n.name], n.scale)
         for step, m in planned:
-            if init == "theory" or _degenerate(m):
+            if init == "theory" or _degenerate(m):  # a tied weight is drawn as its last holder wants it
                 draw_(m.weight, step.gain, step.fan_in)  # pyrefly: ignore
         if init == "calibrate":
             _calibrate(model, planned, [modules[n.name] for n in norms], example)
@@ -80,10 +81,11 @@ def _calibrate(
 ) -> None:
     if example is None:
         raise InitError('init="calibrate" needs an example: one batch of data, or its shape')
-    args, kwargs = call_arguments(model, example)
+    args, kwargs = copy.deepcopy(call_arguments(model, example))  # a model may write into its input
     pending: dict[int, tuple[str, nn.Module]] = {id(m): (step.name, m) for step, m in planned}
     scalars = [m for n in norms for m in n.modules() if isinstance(m, Scale)]
     pending |= {id(m): ("a residual scalar", m) for m in scalars}
+    scaled: set[int] = set()
 
     def first_use(module: nn.Module, forward: Callable) -> Callable:
         def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -91,12 +93,16 @@ def _calibrate(
             if id(module) not in pending:
                 return output
             name, _ = pending.pop(id(module))
-            _to_unit_variance(name, module, output)
+            target = _target(module)
+            if id(target) in scaled:  # tied to a layer that ran before: its first use decides
+                return output
+            scaled.add(id(target))
+            _to_unit_variance(name, target, output)
             return forward(*args, **kwargs)
 
         return run
 
-    with _quiet(model), _instead_of_forward([m for _, m in pending.values()], first_use):
+    with _quiet(model), _instead_of_forward([m for _, m in list(pending.values())], first_use):
         try:
             model(*args, **kwargs)
         except InitError:
@@ -106,18 +112,25 @@ def _calibrate(
                 f"the model's forward raised while calibrating on ({describe(args, kwargs)}): "
                 f"{type(error).__name__}: {error}"
             ) from error
+    for step, m in planned:
+        if id(m) in pending:  # did not run on this batch: the theory's gain is the best guess
+            draw_(m.weight, step.gain, step.fan_in)  # pyrefly: ignore
 
 
-def _to_unit_variance(name: str, module: nn.Module, output: Tensor) -> None:
+def _target(module: nn.Module) -> Tensor:
+    """What is scaled: the residual scalar at a branch end, the weight elsewhere."""
+    scalar = getattr(module, "residual_scale", None)
+    return scalar if scalar is not None else module.weight  # pyrefly: ignore
+
+
+def _to_unit_variance(name: str, target: Tensor, output: Tensor) -> None:
     variance = float(output.float().var(correction=0))
     if not (math.isfinite(variance) and variance > 0):
         raise InitError(
             f"cannot calibrate {name}: the variance of its output {tuple(output.shape)} is {variance}. "
             "Give an example whose samples differ and are finite (real data is best)."
         )
-    scalar = getattr(module, "residual_scale", None)
-    target = scalar if scalar is not None else module.weight
-    target.mul_(variance**-0.5)  # pyrefly: ignore
+    target.mul_(variance**-0.5)
 
 
 @contextlib.contextmanager

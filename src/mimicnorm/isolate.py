@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import random
 import sys
+import warnings
 from collections.abc import Iterator
 
 import torch
@@ -18,7 +20,9 @@ def untouched(model: nn.Module) -> Iterator[None]:
     """Give a model and the random number generators back as they were: flags, attributes, registries."""
     modules = list(model.modules())
     attributes = [dict(m.__dict__) for m in modules]
-    registries = [{k: dict(v) for k, v in d.items() if isinstance(v, dict)} for d in attributes]
+    registries = [{k: copy.copy(v) for k, v in d.items() if isinstance(v, (dict, list, set))} for d in attributes]
+    tensors = [t for d in attributes for t in d.values() if isinstance(t, torch.Tensor) and not t.is_meta]
+    values = [(t, t._version, t.detach().clone()) for t in tensors]
     python_random = random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_random = numpy.random.get_state() if numpy is not None else None
@@ -34,8 +38,19 @@ def untouched(model: nn.Module) -> Iterator[None]:
             m.__dict__.clear()
             m.__dict__.update(attribute)
             for key, saved in registry.items():
-                m.__dict__[key].clear()
-                m.__dict__[key].update(saved)
+                refill(m.__dict__[key], saved)
+        for t, version, value in values:
+            if t._version != version:
+                t.data.copy_(value)
+
+
+def refill(container: dict | list | set, saved: dict | list | set) -> None:
+    """Give a container back its items, keeping the object."""
+    container.clear()
+    if isinstance(container, list):
+        container.extend(saved)
+    else:
+        container.update(saved)
 
 
 @contextlib.contextmanager
@@ -44,7 +59,9 @@ def silent() -> Iterator[None]:
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
-        yield
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logger.disabled = before
 

@@ -42,7 +42,9 @@ class Method:
         """Check the fields."""
         if self.residual not in ("sqrt", "linear", None):
             raise MimicNormError(f'{type(self).__name__}: residual={self.residual!r}; use "sqrt", "linear" or None')
-        if not isinstance(self.min_fan_in, int) or self.min_fan_in < 1:
+        if not isinstance(self.last_norm, bool):
+            raise MimicNormError(f"{type(self).__name__}: last_norm={self.last_norm!r}; use True or False")
+        if type(self.min_fan_in) is not int or self.min_fan_in < 1:
             raise MimicNormError(f"{type(self).__name__}: min_fan_in={self.min_fan_in!r}; use a whole number from 1 on")
 
     def branch_scale(self, v: float) -> float | None:

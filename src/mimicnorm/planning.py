@@ -6,6 +6,7 @@ BatchNorm; ``convert_`` carries it out.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +18,11 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from mimicnorm import flow, probe
 from mimicnorm.errors import MimicNormError, RefusedError
 from mimicnorm.gains import feed, without_formula
+from mimicnorm.graph import Graph, Node
 from mimicnorm.layers import LastNorm, LastNormed, WeightMean, fan_in
 from mimicnorm.methods import Method, as_method
 from mimicnorm.ops import Kind
-from mimicnorm.record import Graph, Node, is_batch_norm, record
+from mimicnorm.record import is_batch_norm, record
 from mimicnorm.steps import HeadStep, LayerStep, NormStep, Plan, Refusal
 
 Where = Callable[[nn.Module, str], bool]
@@ -64,7 +66,15 @@ def plan(
     if not method.removes_norm:
         steps = [NormStep(name, type(m).__name__, "left", "leave", why="the method") for name, m in norms.items()]
         return Plan(method, steps, init=None, init_why="the network as it is")
-    return _Planner(model, method, norms, record(model, example), where).build(init, head)
+    left = {name for name, m in norms.items() if where is not None and not _accepts(where, m, name)}
+    return _Planner(model, method, norms, left, record(model, example), init).build(head)
+
+
+def _accepts(where: Where, module: nn.Module, name: str) -> bool:
+    try:
+        return bool(where(module, name))
+    except TypeError as error:
+        raise MimicNormError(f"where must take (module, qualified_name): {error}") from error
 
 
 def _check_arguments(model: Any, init: Any, where: Any) -> None:
@@ -81,7 +91,7 @@ def _check_arguments(model: Any, init: Any, where: Any) -> None:
             )
         if isinstance(m, torch._dynamo.OptimizedModule):
             raise RefusedError(f"{name or 'the model'} is compiled. Convert the plain module, then torch.compile it.")
-        if isinstance(m, torch.jit.ScriptModule):
+        if isinstance(m, torch.jit.ScriptModule) and any(is_batch_norm(child) for child in m.modules()):
             raise RefusedError(f"{name or 'the model'} is a TorchScript module. Convert the Python module behind it.")
         if isinstance(m, LazyModuleMixin) and m.has_uninitialized_params():  # pyrefly: ignore
             raise RefusedError(f"{name or 'the model'} is lazy and has no shape yet. Run the model once, then convert.")
@@ -98,14 +108,19 @@ class _Planner:
     """The state of one planning: graph, modules, and what has been decided so far."""
 
     def __init__(
-        self, model: nn.Module, method: Method, norms: dict[str, nn.Module], graph: Graph, where: Where | None
+        self,
+        model: nn.Module,
+        method: Method,
+        norms: dict[str, nn.Module],
+        left: set[str],
+        graph: Graph,
+        init: str | None,
     ):
-        self.method, self.norms, self.graph = method, norms, graph
+        self.method, self.norms, self.left, self.graph, self.init = method, norms, left, graph, init
         self.modules = dict(model.named_modules())
         self.uses = flow.uses(graph)
         self.sums = flow.sums(graph)
         self.plan = Plan(method)
-        self.left = {n for n, m in norms.items() if where is not None and not where(m, n)}
         self.gates = flow.gate_layers(graph)
         self.head_names: set[str] = set()
         self.owned: dict[str, list[Node]] = {}  # BatchNorm -> the layer calls that own it ("post")
@@ -113,7 +128,7 @@ class _Planner:
         self.roles: dict[str, tuple[Node, str]] = {}  # layer -> its first call and its role
         self.probes: dict[str, probe.LayerProbe] = {}
 
-    def build(self, init: str | None, head: str | Sequence[str] | None) -> Plan:
+    def build(self, head: str | Sequence[str] | None) -> Plan:
         self._functional_norms()
         self._heads(head)
         self._owners()
@@ -123,7 +138,7 @@ class _Planner:
         layers = self._layer_steps(ends, variance)
         self._norm_steps(ends, variance, layers)
         self.plan.layers = list(layers.values())
-        self._init(init)
+        self._init()
         if len(self.left) == len(self.norms):
             self.refuse("", "where= leaves every BatchNorm, so there is nothing to convert", "Let it accept some")
         return self.plan
@@ -138,12 +153,21 @@ class _Planner:
             self.refuse(
                 name,
                 "calls F.batch_norm on data without being a BatchNorm module, so it cannot be taken out",
-                "Use nn.BatchNorm there, or convert the rest of the network without this module",
+                "Use nn.BatchNorm there (in a ModuleList, not a plain list), or convert the rest without this module",
             )
+        for name in self.graph.norm_inputs:
+            if not self.graph.calls(name) and name not in self.left:
+                self.refuse(
+                    name,
+                    "ran, but in a way that could not be followed",
+                    "Leave it out with where=, or use a plain nn.BatchNorm there",
+                )
 
     def _heads(self, head: str | Sequence[str] | None) -> None:
         if head is not None:
-            names = [head] if isinstance(head, str) else list(head)
+            names = [head] if isinstance(head, str) else list(head) if isinstance(head, (list, tuple, set)) else []
+            if not names or not all(isinstance(n, str) for n in names):
+                raise MimicNormError(f"head={head!r}; use the qualified name of a module, or a list of names")
             found = [h for n in names if (h := self._named_head(n)) is not None]
         else:
             found, problems = flow.logits(self.graph)
@@ -156,7 +180,7 @@ class _Planner:
                 )
             elif problems and self.method.last_norm:
                 self.plan.notes += [f"no last norm there: {p}" for p in problems]
-        self.head_names = {h.module for h in found}
+        self.head_names |= {h.module for h in found}
         if self.method.last_norm:
             kinds = {h.module: type(self.modules[h.module]).__name__ for h in found}
             self.plan.heads = [HeadStep(h.module, kinds[h.module], h.classes, h.dim) for h in found]
@@ -170,7 +194,10 @@ class _Planner:
             self.refuse(name, "head= names a module that returned no tensor in the example's forward", "Name another")
             return None
         made = next((n for n in nodes if n.layer == name), nodes[0])
-        return flow.logits_at(flow.walk_back(made, (Kind.VIEW, Kind.DROPOUT)), name)
+        inside = flow.head_layer(made)  # of a container, the layer in it that makes the logits
+        if inside is not None:
+            self.head_names.add(inside)
+        return flow.logits_at(made, name)
 
     # -- owners --------------------------------------------------------------------------------
 
@@ -207,19 +234,22 @@ class _Planner:
 
     def _branch_last_layers(self) -> None:
         """The last layer of a pre-activation branch has no BatchNorm behind it, yet it ends what one began."""
-        pre = sum(1 << c.index for name in self.reached for c in self.graph.calls(name))
-        removed = pre | sum(1 << c.index for name in self.owned for c in self.graph.calls(name))
+        pre = [c for name in self.reached for c in self.graph.calls(name)]
+        removed = pre + [c for name in self.owned for c in self.graph.calls(name)]
         groups = [(s.operands, removed) for s in self.sums]
         # A concat joins whole feature maps as often as branches: there the branch must begin with a BatchNorm.
-        concats = [n for n in self.graph.nodes if n.kind is Kind.CONCAT and n.op != "overwrite"]
+        concats = [n for n in self.graph.nodes if n.kind is Kind.CONCAT and n.op not in ("overwrite", "stack")]
         groups += [(n.inputs, pre) for n in concats]
         for operands, begins in groups:
             for operand in operands:
-                last = flow.end(operand)
-                if last.layer is None or last.layer in self.head_names or last.layer in self.gates:
-                    continue
-                if last.layer not in self.roles and flow.own_path(operand, operands) & begins:
-                    self._take(last, "branch end")
+                own = flow.own_path(operand, operands)
+                for last in flow.ends(operand):
+                    outside = last.layer is None or last.layer in self.head_names or last.layer in self.gates
+                    if outside or last.layer in self.roles:
+                        continue
+                    began = any(own >> c.index & 1 for c in begins)
+                    if began and any(own >> c.index & 1 and last in flow.reached_layers(c) for c in removed):
+                        self._take(last, "branch end")
 
     # -- sums, scalars, variance ---------------------------------------------------------------
 
@@ -230,9 +260,11 @@ class _Planner:
         ends: set[Node] = set()
         for s in self.sums:
             for branch in s.branches:
-                e = flow.end(branch)
-                if e.norm in self.owned or e.norm in self.reached or (e.layer in self.roles and e.norm is None):
-                    ends.add(e)
+                own = flow.own_path(branch, s.operands)  # an end on the common trunk ends no branch
+                for e in flow.ends(branch):
+                    removed = e.norm in self.owned or e.norm in self.reached
+                    if own >> e.index & 1 and (removed or (e.layer in self.roles and e.norm is None)):
+                        ends.add(e)
         return ends
 
     def _variance(self, ends: set[Node]) -> dict[Node, float]:
@@ -243,8 +275,8 @@ class _Planner:
             left = node.kind is Kind.NORM and node.norm in self.left
             if not before or node.kind is Kind.OTHER_NORM or left or node in ends:
                 v[node] = 1.0
-            elif node.kind is Kind.SUM:
-                v[node] = sum(before)
+            elif (summands := flow.summands(node)) is not None:
+                v[node] = sum(v[n] for n in summands) / (len(summands) ** 2 if node.op == "mean" else 1)
             elif node.kind is Kind.CONCAT:
                 sizes = [n.shape.numel() for n in node.inputs]
                 v[node] = sum(a * s for a, s in zip(before, sizes, strict=True)) / sum(sizes)
@@ -271,11 +303,11 @@ class _Planner:
             )
             self.probes[name] = probe.layer(module, call.inputs[0].shape)
             why = self._why_not_centred(module, n, role)
-            if problem := self._cannot_change(name, call, centre=not why):
-                self.refuse(name, *problem)
             scale = None
             if call in ends:  # a branch end without a BatchNorm of its own
                 scale, role = self.method.branch_scale(v[call.inputs[0]]), "branch end"
+            if problem := self._cannot_change(name, changes=not why or scale is not None, centre=not why):
+                self.refuse(name, *problem)
             kind = type(module).__name__
             action = "keep" if why else "centre"
             gain = fed.gain(not why, n)
@@ -293,19 +325,19 @@ class _Planner:
             return "depthwise"
         return "" if n > self.method.min_fan_in else f"fan-in of at most {self.method.min_fan_in}"
 
-    def _cannot_change(self, name: str, call: Node, centre: bool) -> tuple[str, str] | None:
-        """Why a layer cannot be given its weights, and what to do; or None."""
+    def _cannot_change(self, name: str, changes: bool, centre: bool) -> tuple[str, str] | None:
+        """Why a layer cannot be given another forward or other weights, and what to do; or None."""
         module = self.modules[name]
-        if not isinstance(module._parameters.get("weight"), nn.Parameter):
+        if (changes or self.init is not None) and not isinstance(module._parameters.get("weight"), nn.Parameter):
             return (
                 "its weight is computed from other parameters (weight norm, a parametrization), so what would be "
                 "centred and initialised is not what the optimizer sees",
-                "Remove the parametrization first (torch.nn.utils.parametrize.remove_parametrizations), "
-                "or leave its BatchNorm with where=",
+                "Remove it first (torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, "
+                "remove_spectral_norm or prune.remove), or leave its BatchNorm with where=",
             )
-        if centre and not call.inside_module:
+        if changes and not self._inside(name):
             return (
-                "its weight is used by a function outside its own forward, which would not be centred",
+                "its weight is used by a function outside its own forward, which would not be changed",
                 "Call the module itself, or leave its BatchNorm with where=",
             )
         if centre and not self.probes[name].centres:
@@ -315,6 +347,10 @@ class _Planner:
             )
         return None
 
+    def _inside(self, name: str) -> bool:
+        """Whether every use of a layer's weight is a call of the layer."""
+        return all(call.inside_module for call in self.graph.calls(name))
+
     def _norm_steps(self, ends: set[Node], v: dict[Node, float], layers: dict[str, LayerStep]) -> None:
         for name, module in self.norms.items():
             calls = self.graph.calls(name)
@@ -322,59 +358,73 @@ class _Planner:
             if name in self.left:
                 self.plan.norms.append(NormStep(name, kind, "left", "leave", why="where="))
                 continue
-            rest = probe.remains(module, calls[0].shape if calls else None)
-            if rest is None:
+            shape = self.graph.norm_inputs.get(name, calls[0].shape if calls else None)
+            probed = probe.norm(module, shape)
+            if probed is None:
                 self.refuse(
                     name,
                     f"{kind} does more than normalise and run its children, so nothing can stand for it",
                     "Leave it out with where=, or replace it with nn.BatchNorm and what else it does",
                 )
                 continue
+            rest = {"keeps": probed.children, "channel_dim": probed.channel_dim}
             if not calls:
-                why = "never called on the example"
-                self.plan.norms.append(NormStep(name, kind, "unused", "remove", (), tuple(rest), why=why))
+                self.plan.notes.append(
+                    f"{name} never ran on the example: it becomes a shift, its layer is not converted"
+                )
+                step = NormStep(name, kind, "unused", "shift", why="never called on the example", **rest)
+                self.plan.norms.append(step)
                 continue
             variance = v[calls[0].inputs[0]]
             scale = self.method.branch_scale(variance) if any(c in ends for c in calls) else None
             step = self._owned_step if name in self.owned else self._pre_step
-            self.plan.norms.append(step(name, kind, tuple(rest), calls, variance, scale, layers))
+            self.plan.norms.append(dataclasses.replace(step(name, kind, calls, variance, scale, layers), **rest))
 
-    def _owned_step(self, name, kind, rest, calls, v, scale, layers) -> NormStep:
+    def _owned_step(self, name, kind, calls, v, scale, layers) -> NormStep:
         owner = self.owned[name][0]
         owners = tuple(dict.fromkeys(o.layer for o in self.owned[name] if o.layer))
         layer = layers[owners[0]]
-        alone = len(calls) == 1 and self.uses[layer.name] == 1
+        alone = len(calls) == 1 and self.uses[layer.name] == 1 and self._inside(layer.name)
         why = ""
         if scale is not None:
             why = f"ends a residual branch: scalar 1/{'sqrt(v)' if self.method.residual == 'sqrt' else 'v'}"
         if scale is not None and not (alone and layer.action == "centre" and self.probes[layer.name].scales):
-            return NormStep(name, kind, "post", "scale", owners, rest, scale, v, why)
-        module = self.modules[layer.name]
-        direct = calls[0].inputs[0] is owner
-        takes_bias = getattr(module, "bias", None) is not None or self.probes[layer.name].takes_bias
-        foldable = alone and direct and takes_bias
+            return NormStep(name, kind, "post", "scale", owners, scale=scale, v=v, why=why)
+        foldable = alone and calls[0].inputs[0] is owner and self._takes_beta(name, layer.name, owner)
         if scale is not None:
-            layer = layers[layer.name] = _replace(layer, scale=scale, role="branch end")
+            layer = layers[layer.name] = dataclasses.replace(layer, scale=scale, role="branch end")
             why += f", folded into {layer.name}"
         beta = getattr(self.norms[name], "bias", None) is not None
         if not beta or foldable:
             if beta:
-                layers[layer.name] = _replace(layer, beta_from=name)
-            return NormStep(name, kind, "post", "remove", owners, rest, None, v, why or f"owned by {layer.name}")
+                layers[layer.name] = dataclasses.replace(layer, beta_from=name)
+            return NormStep(name, kind, "post", "remove", owners, v=v, why=why or f"owned by {layer.name}")
         reason = "its layer is used more than once" if not alone else "beta cannot become its layer's bias"
-        return NormStep(name, kind, "post", "shift", owners, rest, None, v, why or reason)
+        return NormStep(name, kind, "post", "shift", owners, v=v, why=why or reason)
 
-    def _pre_step(self, name, kind, rest, calls, v, scale, layers) -> NormStep:
+    def _takes_beta(self, name: str, layer: str, call: Node) -> bool:
+        """Whether a BatchNorm's beta can become (or join) the bias of the layer directly before it."""
+        beta, module = getattr(self.norms[name], "bias", None), self.modules[layer]
+        own = getattr(module, "bias", None)
+        channels = 1 if call.op.startswith("conv") else len(call.shape) - 1  # where the layer puts its outputs
+        if beta is None or channels != 1 or beta.shape != call.shape[1:2] or beta.dtype != module.weight.dtype:
+            return False
+        if own is None:
+            return self.probes[layer].takes_bias
+        return own.requires_grad == beta.requires_grad  # else one would be frozen, or trained, by the other
+
+    def _pre_step(self, name, kind, calls, v, scale, layers) -> NormStep:
         del calls, layers
         owners = tuple(dict.fromkeys(r.layer for r in self.reached.get(name, ()) if r.layer))
         if scale is not None:
-            return NormStep(name, kind, "pre", "scale", owners, rest, scale, v, "ends a residual branch")
+            return NormStep(name, kind, "pre", "scale", owners, scale=scale, v=v, why="ends a residual branch")
         why = f"before {', '.join(owners[:3])}" if owners else "before no layer"
-        return NormStep(name, kind, "pre", "shift", owners, rest, None, v, why)
+        return NormStep(name, kind, "pre", "shift", owners, v=v, why=why)
 
     # -- starting weights ----------------------------------------------------------------------
 
-    def _init(self, init: str | None) -> None:
+    def _init(self) -> None:
+        init = self.init
         trained = [n for n, m in self.norms.items() if n not in self.left and looks_trained(m)]
         if init == "auto" and trained:
             self.refuse(
@@ -400,7 +450,3 @@ def looks_trained(norm: nn.Module) -> bool:
     if not isinstance(mean, Tensor) or not isinstance(var, Tensor) or mean.is_meta or var.is_meta:
         return False
     return bool((mean != 0).any() or (var != 1).any())
-
-
-def _replace(step: LayerStep, **changes: Any) -> LayerStep:
-    return LayerStep(**{**step.__dict__, **changes})

@@ -7,6 +7,7 @@ whether a convolution with a ``forward`` of its own uses its weight once. A prob
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -16,41 +17,66 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mimicnorm.layers import Remains, centre, centre_, has_own_forward, plain_kind
+from mimicnorm.layers import Remains, Shift, centre, centre_, has_own_forward, plain_kind
 
 _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
-def remains(norm: nn.Module, shape: torch.Size | None) -> list[str] | None:
-    """The children a BatchNorm runs besides normalising: none, all in order, or None if it does something else.
+@dataclass(frozen=True)
+class NormProbe:
+    """What a BatchNorm does besides normalising.
+
+    Attributes:
+        children: The children it runs afterwards, by name.
+        channel_dim: The dimension of its input that beta lies along.
+    """
+
+    children: tuple[str, ...] = ()
+    channel_dim: int = 1
+
+
+def norm(module: nn.Module, shape: torch.Size | None) -> NormProbe | None:
+    """Probe a BatchNorm of any class; None if it does something that nothing can stand for.
 
     Args:
-        norm: A BatchNorm of any class.
-        shape: The shape of its input, if it was seen to run.
+        module: The BatchNorm.
+        shape: What it was called with, if it was seen to run.
     """
-    if any(type(norm) is known for known in _PLAIN_NORMS):
-        return []
-    twin = _on_cpu(norm)
-    width = _tensor(twin, "running_mean", "weight").numel()
+    if any(type(module) is known for known in _PLAIN_NORMS):
+        return NormProbe()
+    twin = _on_cpu(module)
+    width = _width(twin)
+    beta = torch.randn(width, generator=_generator(), device="cpu", dtype=torch.float32)
     with torch.no_grad():
-        for name, value in (("running_mean", 0.0), ("running_var", 1.0), ("weight", 1.0), ("bias", 0.0)):
+        for name, value in (("running_mean", 0.0), ("running_var", 1.0), ("weight", 1.0), ("bias", beta)):
             t = getattr(twin, name, None)
             if isinstance(t, Tensor):
-                t.fill_(value)
+                t.copy_(value) if isinstance(value, Tensor) else t.fill_(value)
     twin.eval()
-    if isinstance(twin, _BatchNorm) and twin.running_mean is None:  # keeps no statistics: compare normalised data
-        twin.running_mean, twin.running_var = torch.zeros(width), torch.ones(width)
+    if isinstance(twin, _BatchNorm) and twin.running_mean is None:  # keeps no statistics: give it some
+        twin.running_mean, twin.running_var = beta * 0, beta * 0 + 1
         twin.track_running_stats = True
-    small = (2, width, 3, 3) if shape is None else (2, shape[1], *(min(n, 4) for n in shape[2:]))
-    x = torch.randn(small, generator=_generator())
+    has_beta = isinstance(getattr(twin, "bias", None), Tensor)
+    if shape is None:
+        return _explain(twin, (2, width, 3, 3), beta if has_beta else None)
+    small = (2, *(n if n == width else min(n, 4) for n in shape[1:]))  # fewer positions tell as much
+    return _explain(twin, small, beta if has_beta else None) or _explain(twin, shape, beta if has_beta else None)
+
+
+def _explain(twin: nn.Module, shape: tuple[int, ...], beta: Tensor | None) -> NormProbe | None:
+    """Which children, behind a shift along which dimension, give the same output."""
+    x = torch.randn(shape, generator=_generator(), device="cpu", dtype=torch.float32)
+    children = dict(twin.named_children())
     try:
         with torch.no_grad():
             expected = twin(x * math.sqrt(1 + float(getattr(twin, "eps", 1e-5))))
-            children = dict(twin.named_children())
-            for names in (list(children), []):  # children first: in eval mode a dropout looks like nothing
-                rest = Remains(None, {n: children[n] for n in names}).eval()
-                if _same(rest(x.clone()), expected):
-                    return names
+            # All children first: in eval mode a dropout looks like nothing.
+            for names, dim in itertools.product((tuple(children), ()), (1, -1)):
+                if beta is not None and beta.numel() != x.shape[dim]:
+                    continue
+                shift = Shift(Parameter(beta, requires_grad=False) if beta is not None else None, dim)
+                if _same(Remains(shift, {n: children[n] for n in names}).eval()(x.clone()), expected):
+                    return NormProbe(names, dim)
     except Exception:  # whatever a foreign module raises on plain data, it is not understood
         return None
     return None
@@ -76,7 +102,7 @@ def layer(module: nn.Module, input_shape: torch.Size) -> LayerProbe:
     if not has_own_forward(type(module)):
         return LayerProbe(True, True, True)
     twin = _on_cpu(module).eval()
-    x = torch.randn((1, *input_shape[1:]), generator=_generator())
+    x = torch.randn((1, *input_shape[1:]), generator=_generator(), device="cpu", dtype=torch.float32)
     try:
         with torch.no_grad():
             return _layer(twin, x)
@@ -96,13 +122,16 @@ def _layer(twin: Any, x: Tensor) -> LayerProbe:
     expected = centred(x)
     candidate = centre_(copy.deepcopy(twin))
     centres = _same(candidate(x), expected)
-    candidate.register_parameter("residual_scale", Parameter(torch.tensor([0.5]), requires_grad=False))
+    candidate.register_parameter(
+        "residual_scale", Parameter(torch.full_like(expected[:1].flatten()[:1], 0.5), requires_grad=False)
+    )
     scales = centres and _same(candidate(x), 0.5 * expected)
     with_bias = copy.deepcopy(twin)
-    bias = torch.randn(expected.shape[1 if plain_kind(type(twin)) is not nn.Linear else -1], generator=_generator())
+    dim = 1 if plain_kind(type(twin)) is not nn.Linear else -1
+    bias = torch.randn(expected.shape[dim], generator=_generator(), device="cpu", dtype=torch.float32)
     with_bias.register_parameter("bias", Parameter(bias, requires_grad=False))
     shape = [1] * expected.dim()
-    shape[1 if plain_kind(type(twin)) is not nn.Linear else -1] = -1
+    shape[dim] = -1
     return LayerProbe(centres, scales, _same(with_bias(x), twin(x) + bias.reshape(shape)))
 
 
@@ -117,13 +146,14 @@ def _on_cpu(module: nn.Module) -> nn.Module:
     return twin.float()
 
 
-def _tensor(module: nn.Module, *names: str) -> Tensor:
-    found = [getattr(module, n, None) for n in names]
-    return next((t for t in found if isinstance(t, Tensor)), torch.ones(getattr(module, "num_features", 1)))
+def _width(module: nn.Module) -> int:
+    found = [getattr(module, n, None) for n in ("running_mean", "weight")]
+    sizes = [t.numel() for t in found if isinstance(t, Tensor)]
+    return sizes[0] if sizes else int(getattr(module, "num_features", 1))
 
 
 def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(1)
+    return torch.Generator("cpu").manual_seed(1)
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -7,9 +7,10 @@ seen happening. The model is left bit for bit as it was.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import random
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,70 +27,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mimicnorm.errors import ExampleError
+from mimicnorm.example import call_arguments, describe
+from mimicnorm.graph import Graph, Node
 from mimicnorm.isolate import silent, unsynchronised, untouched
 from mimicnorm.layers import LINEAR_CALLS, WEIGHT_LAYERS, autocast_dtype
 from mimicnorm.ops import FACTORIES, Kind, canonical, kind_of
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
-
-
-@dataclass(eq=False)
-class Node:
-    """One tensor of the forward pass, and the operation that made it.
-
-    Attributes:
-        index: Position in execution order; an input comes before what reads it.
-        op: Canonical function name, e.g. "conv2d", "add", "relu".
-        inputs: The data-dependent operands, in argument order; constants and weights are left out.
-        settings: Plain keyword settings of an activation (slope, approximation), for its formula.
-        layer: Qualified name of the weight layer, if this is its output.
-        inside_module: Whether that layer's own forward made the call (not ``F.conv2d(x, layer.weight)``).
-        derived_weight: Whether the weight was computed from the layer's parameters first.
-        norm: Qualified name of the BatchNorm, if this is its output.
-        made_by: Modules that returned this very tensor, the innermost first.
-        ancestors: Bit set over node indices, this one included.
-    """
-
-    index: int
-    op: str
-    kind: Kind
-    inputs: tuple[Node, ...]
-    shape: torch.Size
-    dtype: torch.dtype
-    where: str = ""
-    settings: dict[str, Any] = field(default_factory=dict)
-    layer: str | None = None
-    inside_module: bool = True
-    derived_weight: bool = False
-    norm: str | None = None
-    made_by: list[str] = field(default_factory=list)
-    users: list[Node] = field(default_factory=list)
-    ancestors: int = 0
-
-    def __repr__(self) -> str:
-        name = self.layer or self.norm or ""
-        return f"<{self.index} {self.op} {name} {tuple(self.shape)} <- {[i.index for i in self.inputs]}>"
-
-
-@dataclass
-class Graph:
-    """What happened in one forward pass.
-
-    Attributes:
-        nodes: In execution order.
-        outputs: The model's tensor outputs, depth first through tuples and dicts.
-        functional_norms: Modules that called ``F.batch_norm`` on data without being a BatchNorm.
-    """
-
-    nodes: list[Node] = field(default_factory=list)
-    outputs: list[Node] = field(default_factory=list)
-    functional_norms: list[str] = field(default_factory=list)
-
-    def calls(self, name: str) -> list[Node]:
-        """The outputs of a weight layer or BatchNorm, one per use."""
-        return [n for n in self.nodes if name in (n.layer, n.norm)]
 
 
 def is_batch_norm(module: nn.Module) -> bool:
@@ -106,6 +53,9 @@ def is_batch_norm(module: nn.Module) -> bool:
 def record(model: nn.Module, example: Any) -> Graph:
     """Run the model once in training mode and note what read what.
 
+    Should some BatchNorm not run (a branch dropped at random, a path for evaluation only), other seeds and eval
+    mode are tried, and the pass that saw most of them is returned.
+
     Args:
         model: Any module; left as it was.
         example: A tensor, a tuple of call arguments, a dict of keyword arguments, or a shape.
@@ -113,42 +63,26 @@ def record(model: nn.Module, example: Any) -> Graph:
     Raises:
         ExampleError: The forward pass failed; the message carries its own words.
     """
-    try:
-        return _record(model, example, fake=True)
-    except _NEEDS_VALUES:
-        return _record(model, example, fake=False)  # control flow that reads values needs values
+    norms = {name for name, m in model.named_modules() if is_batch_norm(m)}
+    best: Graph | None = None
+    for seed, training in ((0, True), (1, True), (2, True), (3, True), (0, False)):
+        try:
+            graph = _record(model, example, True, seed, training)
+        except _NEEDS_VALUES:  # control flow that reads values needs values
+            graph = _record(model, example, False, seed, training)
+        except ExampleError:
+            if best is None:
+                raise
+            continue
+        if best is None or len(graph.norms() & norms) > len(best.norms() & norms):
+            best = graph
+        if norms <= best.norms():
+            break
+    assert best is not None
+    return best
 
 
-def call_arguments(model: nn.Module, example: Any) -> tuple[tuple, dict]:
-    """Call arguments (positional, by name) from an example; a shape becomes normal noise of the model's type.
-
-    Example:
-        >>> args, kwargs = call_arguments(nn.Linear(3, 2), (5, 3))
-        >>> args[0].shape
-        torch.Size([5, 3])
-    """
-    is_shape = isinstance(example, (tuple, list, torch.Size)) and all(type(n) is int for n in example)
-    if is_shape and example:
-        if min(example) < 1:
-            raise ExampleError(f"example shape {tuple(example)} has a size below 1: give (batch, channels, ...)")
-        weights = [p for p in model.parameters() if p.is_floating_point()]
-        like = weights[0] if weights else torch.empty(0)
-        generator = torch.Generator().manual_seed(0)  # the caller's random numbers stay theirs
-        x = torch.randn(*example, generator=generator, dtype=torch.float32)
-        return (x.to(like.device, like.dtype),), {}
-    if isinstance(example, Tensor):
-        return (example,), {}
-    if isinstance(example, dict):
-        return (), dict(example)
-    if isinstance(example, (tuple, list)) and any(isinstance(t, Tensor) for t in pytree.tree_leaves(example)):
-        return tuple(example), {}
-    raise ExampleError(
-        f"example must be a tensor, a shape such as (2, 3, 224, 224), a tuple of call arguments or a dict of "
-        f"keyword arguments; got {type(example).__name__}: {str(example)[:80]}"
-    )
-
-
-def _record(model: nn.Module, example: Any, fake: bool) -> Graph:
+def _record(model: nn.Module, example: Any, fake: bool, seed: int, training: bool) -> Graph:
     args, kwargs = call_arguments(model, example)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
     stand_in: dict[int, Tensor] = {}
@@ -168,13 +102,15 @@ def _record(model: nn.Module, example: Any, fake: bool) -> Graph:
     }
     state = {name: substitute(t) for name, t in tensors.items()}
     args, kwargs = pytree.tree_map_only(Tensor, substitute, (args, kwargs))
-    recorder = _Recorder(model, state)
+    recorder = _Recorder(model, state, fake)
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Tensor):
             recorder.add(leaf, "input", Kind.INPUT, ())
     with untouched(model), unsynchronised(), silent(), torch.no_grad():
-        model.train()
-        with recorder.hooks(), mode, recorder:
+        model.train(training)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        with recorder.hooks(), mode, recorder.unseen(), recorder:
             try:
                 output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
             except _NEEDS_VALUES:
@@ -191,12 +127,6 @@ def _record(model: nn.Module, example: Any, fake: bool) -> Graph:
     return recorder.finish(output)
 
 
-def describe(args: tuple, kwargs: dict) -> str:
-    """Shapes and types of call arguments, for messages."""
-    leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    return ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in leaves) or "no tensor"
-
-
 def _first_line(error: Exception) -> str:
     text = str(error).strip() or type(error).__name__
     return text.splitlines()[0].rstrip(".")
@@ -205,26 +135,30 @@ def _first_line(error: Exception) -> str:
 class _Recorder(TorchFunctionMode):
     """Notes every function of the forward pass that touches data."""
 
-    def __init__(self, model: nn.Module, state: dict[str, Tensor]):
+    def __init__(self, model: nn.Module, state: dict[str, Tensor], fake: bool):
         super().__init__()
-        self.graph = Graph()
+        self.graph, self.fake = Graph(), fake
         self.names = {id(m): name for name, m in model.named_modules()}  # a shared module goes by its first name
         self.modules = dict(model.named_modules(remove_duplicate=False))
-        self.parameter_names: dict[int, set[str]] = {}
+        self.parameter_names: dict[int, list[str]] = {}  # in order: tied weights have several names
         for name, t in state.items():
-            self.parameter_names.setdefault(id(t), set()).add(name)
-        self.sources: dict[int, set[str]] = dict(self.parameter_names)  # constants: the parameters behind them
+            self.parameter_names.setdefault(id(t), []).append(name)
+        self.sources = {key: set(names) for key, names in self.parameter_names.items()}  # parameters behind a constant
+        self.tainted: dict[int, tuple[Tensor, tuple[Node, ...]]] = {}  # made from data where no function was seen
         self.known: dict[int, tuple[Tensor, Node]] = {}
         self.kept: list[Tensor] = list(state.values())  # ids stay valid while objects live
         self.aliases: dict[int, list[Tensor]] = {}
         self.stack: list[str] = []
-        self.frozen: list[tuple[str, Tensor]] = []  # open frozen BatchNorms and what they were given
+        self.frozen: list[tuple[str, Tensor, int]] = []  # open frozen BatchNorms, what they were given, since when
 
     # -- nodes ---------------------------------------------------------------------------------
 
     def node(self, t: Any) -> Node | None:
         found = self.known.get(id(t))
-        return found[1] if found is not None else None
+        if found is not None:
+            return found[1]
+        behind = self.tainted.get(id(t))
+        return self.add(t, "unseen", Kind.OPAQUE, behind[1]) if behind is not None else None
 
     def add(self, t: Tensor, op: str, kind: Kind, inputs: tuple[Node, ...], **extra: Any) -> Node:
         where = self.stack[-1] if self.stack else ""
@@ -238,18 +172,30 @@ class _Recorder(TorchFunctionMode):
         return node
 
     def bind(self, t: Tensor, node: Node) -> None:
-        if id(t) not in self.known:
-            self.aliases.setdefault(_storage(t), []).append(t)
+        self.alias(t)
         self.known[id(t)] = (t, node)
+
+    def alias(self, t: Tensor) -> None:
+        """Remember every view of a memory: a write to one is a write to all."""
+        views = self.aliases.setdefault(_storage(t), [])
+        if not any(t is v for v in views):
+            views.append(t)
+
+    @contextlib.contextmanager
+    def unseen(self) -> Iterator[None]:
+        """Follow data through what no function shows (scripted functions, custom kernels), tensor by tensor."""
+        with _Taint(self):
+            yield
 
     # -- functions -----------------------------------------------------------------------------
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.batch_norm:
+        if "batch_norm" in getattr(func, "__name__", ""):
             return self.batch_norm(func, args, kwargs)
         if func in LINEAR_CALLS:
             self.check_types(func, args, kwargs)
+            self.begin_at_constant(func, args, kwargs)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         versions = [t._version for t in tensors]
         result = func(*args, **kwargs)
@@ -262,6 +208,8 @@ class _Recorder(TorchFunctionMode):
         outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
         if not inputs:
             self.note_sources(tensors, outputs + mutated)
+            for t in (*tensors, *outputs):
+                self.alias(t)
             return result
         kind = kind_of(name, len(inputs))
         extra = self.layer_call(func, args, kwargs) if kind is Kind.LAYER else {}
@@ -283,19 +231,46 @@ class _Recorder(TorchFunctionMode):
     def batch_norm(self, func: Any, args: tuple, kwargs: dict) -> Any:
         x = args[0] if args else kwargs["input"]
         source = self.node(x)
-        if source is None:  # on weights (standardised convolutions): not ours
-            result = func(*args, **kwargs)
-            self.note_sources([t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)], [result])
-            return result
-        # Shape-preserving; not run, so that a batch of one passes and no statistics move.
-        result = torch.empty_like(x)
         owner = self.norm_behind((*args, *kwargs.values()))
+        if source is None and owner is None:  # on weights (standardised convolutions): not ours
+            result = func(*args, **kwargs)
+            leaves = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
+            self.note_sources([t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)], leaves)
+            return result
+        if source is None:  # a BatchNorm on something that does not come from the input
+            source = self.add(x, "constant", Kind.OPAQUE, ())
+        # F.batch_norm keeps the shape; it is not run, so that a batch of one passes and no statistics move.
+        result = self.stand_in(x) if func is F.batch_norm else func(*args, **kwargs)
+        output = next(t for t in pytree.tree_leaves(result) if isinstance(t, Tensor))
         if owner is None:
             self.graph.functional_norms.append(self.stack[-1] if self.stack else "")
-            self.add(result, "batch_norm", Kind.OTHER_NORM, (source,))
+            self.add(output, "batch_norm", Kind.OTHER_NORM, (source,))
         else:
-            self.add(result, "batch_norm", Kind.NORM, (source,), norm=owner)
+            self.add(output, "batch_norm", Kind.NORM, (source,), norm=owner)
         return result
+
+    def stand_in(self, x: Tensor) -> Tensor:
+        """What a BatchNorm returns: of fake tensors the shape matters, of real ones the values may steer the model."""
+        if self.fake or x.numel() <= x.shape[1]:
+            return x.clone()
+        return F.batch_norm(x, None, None, training=True)
+
+    def begin_at_constant(self, func: Any, args: tuple, kwargs: dict) -> None:
+        """A layer fed by a learned constant or a grid of positions begins a flow of data of its own."""
+        call = LINEAR_CALLS[func](*args, **kwargs)
+        if isinstance(call.input, Tensor) and self.node(call.input) is None and self.running_holder(call.weight):
+            self.add(call.input, "constant", Kind.OPAQUE, ())
+
+    def running_holder(self, weight: Tensor) -> str | None:
+        """The weight layer whose own forward is running and whose weight this is."""
+        for name in self.parameter_names.get(id(weight), ()):
+            module_name, _, attribute = name.rpartition(".")
+            module = self.modules[module_name]
+            if attribute == "weight" and isinstance(module, WEIGHT_LAYERS):
+                first = self.names[id(module)]
+                if first in self.stack[-1:] or _runs_forward(module):
+                    return first
+        return None
 
     def norm_behind(self, values: tuple) -> str | None:
         for t in values:
@@ -312,12 +287,14 @@ class _Recorder(TorchFunctionMode):
         if parse is None:
             return {}
         weight = parse(*args, **kwargs).weight
+        holder = self.running_holder(weight)
+        if holder is not None:
+            return {"layer": holder}
         for name in self.parameter_names.get(id(weight), ()):
             module_name, _, attribute = name.rpartition(".")
             module = self.modules[module_name]
             if attribute == "weight" and isinstance(module, WEIGHT_LAYERS):
-                first = self.names[id(module)]
-                return {"layer": first, "inside_module": first in self.stack[-1:] or _runs_forward(module)}
+                return {"layer": self.names[id(module)], "inside_module": False}
         for running in reversed(self.stack):
             own = {f"{running}.{p}".lstrip(".") for p, _ in self.modules[running].named_parameters()}
             if isinstance(self.modules[running], WEIGHT_LAYERS) and own & self.sources.get(id(weight), set()):
@@ -349,8 +326,8 @@ class _Recorder(TorchFunctionMode):
         for other in list(self.aliases.get(_storage(t), ())):
             if other is t or _disjoint(other, t):
                 continue
-            old = self.known[id(other)][1]
-            if other.numel() <= t.numel():
+            old = self.node(other)
+            if other.numel() <= t.numel() or old is None:
                 self.add(other, "view", Kind.VIEW, (new,))
             else:
                 self.add(other, "overwrite", Kind.CONCAT, (old, new))
@@ -377,8 +354,10 @@ class _Recorder(TorchFunctionMode):
         if self.frozen and args and isinstance(args[0], Tensor):
             self.close_frozen(args[0])  # a child runs inside it: the normalising part is over
         self.stack.append(name)
-        if is_batch_norm(module) and not isinstance(module, _BatchNorm) and args and isinstance(args[0], Tensor):
-            self.frozen.append((name, args[0]))
+        if is_batch_norm(module) and args and isinstance(args[0], Tensor):
+            self.graph.norm_inputs.setdefault(name, args[0].shape)
+            if not isinstance(module, _BatchNorm):
+                self.frozen.append((name, args[0], len(self.graph.nodes)))
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> None:
         name = self.names.get(id(module))
@@ -396,14 +375,17 @@ class _Recorder(TorchFunctionMode):
             node.made_by.append(name)
 
     def close_frozen(self, result: Tensor) -> None:
-        name, x = self.frozen.pop()
+        name, x, since = self.frozen.pop()
         source = self.node(x)
-        if source is not None and self.node(result) is not source:
+        seen = any(n.norm == name for n in self.graph.nodes[since:])  # it called F.batch_norm itself
+        if source is not None and self.node(result) is not source and not seen:
             self.add(result, "frozen_batch_norm", Kind.NORM, (source,), norm=name)
 
     def finish(self, output: Any) -> Graph:
         leaves = [t for t in _leaves(output) if isinstance(t, Tensor)]
         self.graph.outputs = [n for t in leaves if (n := self.node(t)) is not None]
+        for node in self.graph.outputs:
+            node.is_output = True
         self._forget_dead_reads()
         return self.graph
 
@@ -422,11 +404,37 @@ def _leaves(output: Any) -> list:
     """Depth first through containers, dataclasses and objects with tensor attributes."""
     flat = []
     for leaf in pytree.tree_leaves(output):
-        if isinstance(leaf, Tensor) or not hasattr(leaf, "__dict__"):
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            values = [getattr(leaf, f.name) for f in dataclasses.fields(leaf)]
+            flat += [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
+        elif isinstance(leaf, Tensor) or not hasattr(leaf, "__dict__"):
             flat.append(leaf)
         else:
             flat += [t for t in pytree.tree_leaves(dict(vars(leaf))) if isinstance(t, Tensor)]
     return flat
+
+
+class _Taint(TorchDispatchMode):
+    """Marks every tensor that is computed from data, below the level of functions."""
+
+    def __init__(self, recorder: _Recorder):
+        super().__init__()
+        self.recorder = recorder
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        known, tainted = self.recorder.known, self.recorder.tainted
+        behind: dict[Node, None] = {}
+        for t in pytree.tree_leaves((args, kwargs)):
+            if id(t) in known:
+                behind[known[id(t)][1]] = None
+            elif id(t) in tainted:
+                behind.update(dict.fromkeys(tainted[id(t)][1]))
+        if behind and func.overloadpacket.__name__ not in FACTORIES:
+            for t in pytree.tree_leaves(result):
+                if isinstance(t, Tensor) and id(t) not in known:
+                    tainted[id(t)] = (t, tuple(behind))
+        return result
 
 
 def _storage(t: Tensor) -> int:

@@ -22,6 +22,7 @@ class NormStep:
         action: "remove", "shift", "scale" or "leave".
         owner: The layers it normalised, by name.
         keeps: Children that stay (dropout, activation).
+        channel_dim: The dimension that its beta lies along.
         scale: Start of the scalar put in its place, for "scale".
         v: Predicted variance of its input.
         why: One clause.
@@ -33,6 +34,7 @@ class NormStep:
     action: str
     owner: tuple[str, ...] = ()
     keeps: tuple[str, ...] = ()
+    channel_dim: int = 1
     scale: float | None = None
     v: float | None = None
     why: str = ""

@@ -18,6 +18,7 @@ from torch.nn import Parameter
 
 from mimicnorm.errors import CheckError, MimicNormError, RefusedError
 from mimicnorm.init import initialise
+from mimicnorm.isolate import refill
 from mimicnorm.layers import (
     LastNorm,
     LastNormed,
@@ -31,7 +32,7 @@ from mimicnorm.layers import (
     scale_output_,
 )
 from mimicnorm.methods import Method
-from mimicnorm.plan import Where, plan
+from mimicnorm.planning import Where, plan
 from mimicnorm.record import is_batch_norm, record
 from mimicnorm.steps import HeadStep, LayerStep, NormStep, Plan
 
@@ -42,7 +43,7 @@ class Report(Plan):
 
     Attributes:
         new_parameters: (qualified name, parameter) of every trainable parameter that did not exist before.
-        moved_parameters: Old key -> new key of parameters that live on under another name (beta -> bias).
+        moved_parameters: Old key -> new key of betas that live on as, or were added to, a layer's bias or a shift.
     """
 
     new_parameters: list[tuple[str, Parameter]] = field(default_factory=list)
@@ -190,7 +191,8 @@ def _operate(model: nn.Module, report: Report) -> None:
         _operate_on_layer(modules[step.name], step, betas, report)
     for n in report.norms:
         if n.action != "leave":
-            _operate_on_norm(modules[n.name], n, betas[n.name], report)
+            owner = modules[n.owner[0]] if n.owner else None
+            _operate_on_norm(modules[n.name], n, betas[n.name], owner, report)
     for h in report.heads:
         head = modules[h.name]
         like = next((p for p in head.parameters() if p.is_floating_point()), torch.empty(0))
@@ -214,9 +216,9 @@ def _operate_on_layer(layer: nn.Module, step: LayerStep, betas: dict[str, Parame
     if beta is None:
         return
     own = layer.bias
+    report.moved_parameters[f"{step.beta_from}.bias"] = f"{step.name}.bias"
     if own is None:
         layer.register_parameter("bias", beta)
-        report.moved_parameters[f"{step.beta_from}.bias"] = f"{step.name}.bias"
     else:  # two biases in a row are one
         with torch.no_grad():
             own.add_(beta.to(own))  # pyrefly: ignore
@@ -229,19 +231,25 @@ def _beta(norm: nn.Module) -> Parameter | None:
     return Parameter(beta.detach().clone(), requires_grad=False)  # a frozen BatchNorm keeps it as a buffer
 
 
-def _operate_on_norm(norm: nn.Module, step: NormStep, beta: Parameter | None, report: Report) -> None:
+def _operate_on_norm(
+    norm: nn.Module, step: NormStep, beta: Parameter | None, owner: nn.Module | None, report: Report
+) -> None:
     instead: nn.Module | None = None
     if step.action == "shift":
-        instead = Shift(beta).train(norm.training)
+        instead = Shift(beta, step.channel_dim).train(norm.training)
         if beta is not None:
             suffix = "instead.bias" if step.keeps else "bias"
             report.moved_parameters[f"{step.name}.bias"] = f"{step.name}.{suffix}"
     elif step.action == "scale":
-        like = beta if beta is not None else next(iter(norm.buffers()), torch.empty(0))
+        known = (beta, next(iter(norm.buffers()), None), torch.empty(0))
+        like: Any = owner.weight if owner is not None else next(t for t in known if t is not None)
         value = torch.full((1,), step.scale or 1.0, device=like.device, dtype=like.dtype)
-        instead = Scale(value, beta).train(norm.training)
+        instead = Scale(value, beta, step.channel_dim).train(norm.training)
+        instead.residual_scale.requires_grad_(owner is None or like.requires_grad)
         suffix = "instead.residual_scale" if step.keeps else "residual_scale"
-        report.new_parameters.append((f"{step.name}.{suffix}", instead.residual_scale))
+        report.new_parameters += [
+            (f"{step.name}.{suffix}", instead.residual_scale)
+        ] * instead.residual_scale.requires_grad
     if step.keeps:
         children = dict(norm.named_children())
         become(norm, Remains(instead, {n: children[n] for n in step.keeps}))
@@ -250,15 +258,18 @@ def _operate_on_norm(norm: nn.Module, step: NormStep, beta: Parameter | None, re
 
 
 def become(module: nn.Module, other: nn.Module) -> None:
-    """Let a module take the class and state of another; it stays the same object, with its flag and its hooks."""
+    """Let a module take the class and state of another; it stays the same object, with its flag and its hooks.
+
+    Plain public attributes stay readable, too: code that asks a BatchNorm for its ``num_features`` goes on working.
+    """
+    plain = {k: v for k, v in module.__dict__.items() if not k.startswith("_")}
     hooks = {
         k: v for k, v in module.__dict__.items() if k.endswith(("_hooks", "_hooks_with_kwargs", "_hooks_always_called"))
     }
     training = module.training
     module.__class__ = type(other)
     module.__dict__.clear()
-    module.__dict__.update(other.__dict__)
-    module.__dict__.update(hooks)
+    module.__dict__.update({**plain, **other.__dict__, **hooks})
     module.training = training
 
 
@@ -279,8 +290,7 @@ def _all_or_nothing(model: nn.Module, report: Report) -> Iterator[None]:
             m.__dict__.clear()
             m.__dict__.update(attributes)
             for key, saved in registry.items():
-                m.__dict__[key].clear()
-                m.__dict__[key].update(saved)
+                refill(m.__dict__[key], saved)
         for p, value in values:
             p.data.copy_(value)
         raise

@@ -15,7 +15,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent))  # spawned processes start without conftest
 import nets
 
-from mimicnorm.convert import convert_
+from mimicnorm.surgery import convert_
 from mimicnorm.methods import WeightMean
 
 

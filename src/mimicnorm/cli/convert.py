@@ -26,6 +26,8 @@ class Convert:
     """The whole input shape, batch first, for inputs that are no square images."""
     head: str | None = None
     """Qualified name of the module that makes the logits."""
+    init: str = "auto"
+    """Starting weights to plan for: auto, theory, calibrate or none (a trained model needs one of the last three)."""
     json: bool = False
     """Print plain JSON instead of the table."""
 
@@ -33,17 +35,17 @@ class Convert:
         """Plan, measure before and after, print."""
         from mimicnorm import memory
         from mimicnorm.cli.model import image_size, load
-        from mimicnorm.convert import convert
         from mimicnorm.methods import method
-        from mimicnorm.plan import plan
+        from mimicnorm.planning import plan
+        from mimicnorm.surgery import convert
 
         chosen = method(self.method)
         model = load(self.model)
         shape = self.shape or (self.batch, *image_size(model, self.image))
-        planned = plan(model, chosen, example=shape, head=self.head)
+        planned = plan(model, chosen, example=shape, head=self.head, init=None if self.init == "none" else self.init)
+        planned.require()
         if not self.json:
             print(planned)
-        planned.require()
         after = model if not chosen.removes_norm else convert(model, chosen, example=shape, init=None, head=self.head)
         before_bytes = memory.measure(model, shape).saved_bytes
         after_bytes = memory.measure(after, shape).saved_bytes

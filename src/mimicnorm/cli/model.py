@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -70,16 +71,20 @@ def _from_factory(spec: str, module_name: str, attribute: str) -> Any:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise NameNotFoundError(f"{spec!r}: there is no module {error.name!r} on the path") from error
+    except Exception as error:  # the user's own module: whatever it raises is theirs to read
+        raise MimicNormError(f"{spec!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
     if not hasattr(module, attribute):
         near = difflib.get_close_matches(attribute, dir(module), n=3)
         hint = f" Near ones: {', '.join(near)}." if near else ""
         raise NameNotFoundError(f"{spec!r}: module {module_name} has no {attribute!r}.{hint}")
     factory = getattr(module, attribute)
+    if not isinstance(factory, type) and hasattr(factory, "parameters"):
+        return factory  # a model that is there already
     try:
-        return factory() if callable(factory) and not hasattr(factory, "parameters") else _instance(factory)
-    except TypeError as error:
+        inspect.signature(factory).bind()
+    except (TypeError, ValueError) as error:
         raise MimicNormError(f"{spec!r} cannot be called without arguments: {error}") from error
-
-
-def _instance(factory: Any) -> Any:
-    return factory() if isinstance(factory, type) else factory
+    try:
+        return factory()
+    except Exception as error:
+        raise MimicNormError(f"{spec!r} raised {type(error).__name__}: {error}") from error

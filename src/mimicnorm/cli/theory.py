@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from collections import Counter
@@ -60,7 +61,7 @@ class Check:
 
     def run(self) -> None:
         """Run every check with its default settings."""
-        from mimicnorm.theory import montecarlo
+        from mimicnorm.theory import Transition, montecarlo
 
         checks = (
             montecarlo.dual_activation,
@@ -68,7 +69,7 @@ class Check:
             montecarlo.theorem1,
             montecarlo.theorem2,
             montecarlo.theorem3,
-            montecarlo.tangent_kernel,
+            functools.partial(montecarlo.tangent_kernel, Transition("weight_mean")),
             montecarlo.gradient_growth,
             montecarlo.correlation_spread,
             montecarlo.residual_variance,
@@ -100,9 +101,9 @@ class Doctor:
         from rich.table import Table
 
         from mimicnorm.cli.model import image_size, load
-        from mimicnorm.convert import convert
+        from mimicnorm.example import call_arguments
         from mimicnorm.methods import method
-        from mimicnorm.record import call_arguments
+        from mimicnorm.surgery import convert
         from mimicnorm.theory import doctor
 
         chosen = method(self.method)

@@ -129,10 +129,12 @@ def weight_mean(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | 
         op: The linear map.
     """
     dtype = autocast_dtype(x)
-    if dtype is not None and x.dtype != torch.float64:
+    if dtype is not None and x.is_floating_point() and x.dtype != torch.float64:
         # aten's convolution is on no autocast list, so the cast is ours; it comes first, so that
         # the narrow tensor is the one that is saved.
         x = x.to(dtype)
+    elif x.dtype != weight.dtype:
+        raise RuntimeError(f"input type {x.dtype} and weight type {weight.dtype} should be the same")
     if _wants_plain_expression():
         return _plain(x, effective_weight(weight, scale, op), bias, op)
     if torch.compiler.is_compiling():

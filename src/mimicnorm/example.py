@@ -1,0 +1,46 @@
+"""Examples: a tensor, call arguments, or a shape, made into the arguments of a call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from mimicnorm.errors import ExampleError
+
+
+def call_arguments(model: nn.Module, example: Any) -> tuple[tuple, dict]:
+    """Call arguments (positional, by name) from an example; a shape becomes normal noise of the model's type.
+
+    Example:
+        >>> args, kwargs = call_arguments(nn.Linear(3, 2), (5, 3))
+        >>> args[0].shape
+        torch.Size([5, 3])
+    """
+    is_shape = isinstance(example, (tuple, list, torch.Size)) and all(type(n) is int for n in example)
+    if is_shape and example:
+        if min(example) < 1:
+            raise ExampleError(f"example shape {tuple(example)} has a size below 1: give (batch, channels, ...)")
+        weights = [p for p in model.parameters() if p.is_floating_point()]
+        like = weights[0] if weights else torch.empty(0, device="cpu")
+        generator = torch.Generator("cpu").manual_seed(0)  # the caller's random numbers stay theirs
+        x = torch.randn(*example, generator=generator, dtype=torch.float32, device="cpu")
+        return (x.to(like.device, like.dtype),), {}
+    if isinstance(example, Tensor):
+        return (example,), {}
+    if isinstance(example, dict):
+        return (), dict(example)
+    if isinstance(example, (tuple, list)) and any(isinstance(t, Tensor) for t in pytree.tree_leaves(example)):
+        return tuple(example), {}
+    raise ExampleError(
+        f"example must be a tensor, a shape such as (2, 3, 224, 224), a tuple of call arguments or a dict of "
+        f"keyword arguments; got {type(example).__name__}: {str(example)[:80]}"
+    )
+
+
+def describe(args: tuple, kwargs: dict) -> str:
+    """Shapes and types of call arguments, for messages."""
+    leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    return ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in leaves) or "no tensor"

@@ -1,0 +1,311 @@
+"""Networks written in ways that a converter must not trip over silently. Beta is never zero here."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import invariants
+import nets
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mimicnorm.errors import RefusedError
+from mimicnorm.init import initialise
+from mimicnorm.layers import LastNormed, Shift, WeightMean
+from mimicnorm.methods import MimicNorm, NoNorm
+from mimicnorm.planning import plan
+from mimicnorm.surgery import convert, convert_
+
+SMALL = MimicNorm(min_fan_in=8)
+
+
+class Pair(nn.Module):
+    """Two convolutions with BatchNorm; the wiring is given."""
+
+    def __init__(self, run, c: int = 8):
+        super().__init__()
+        self.a, self.b = nets.conv(3, c), nets.conv(c, c)
+        self.na, self.nb = nn.BatchNorm2d(c), nn.BatchNorm2d(c)
+        self.fc = nn.Conv2d(c, 4, 1)
+        self.run = run
+
+    def forward(self, x):
+        return self.fc(self.run(self, x))
+
+
+@torch.jit.script
+def scripted_swish(x):
+    return x * torch.sigmoid(x)
+
+
+def through_scripted_function(m, x):
+    return F.relu(m.nb(m.b(scripted_swish(m.na(m.a(x))))), inplace=True)
+
+
+def into_a_buffer(m, x):
+    y = m.na(m.a(x))
+    buffer = y.new_zeros(y.shape)
+    buffer.narrow(1, 0, 4).copy_(y[:, :4])
+    buffer.narrow(1, 4, 4).copy_(y[:, 4:])
+    return F.relu(m.nb(m.b(buffer)))
+
+
+def evaluation_only_path(m, x):
+    y = F.relu(m.na(m.a(x)))
+    return y if m.training else y + m.b(F.relu(m.nb(y), inplace=True))
+
+
+def borrowed_weight(m, x):
+    return m.nb(F.conv2d(F.relu(m.na(m.a(x))), m.b.weight, padding=1))
+
+
+def from_a_list(m, x):
+    for layer in [m.a, m.na, torch.relu, m.b, m.nb]:
+        x = layer(x)
+    return x
+
+
+WIRINGS = [through_scripted_function, into_a_buffer, evaluation_only_path, borrowed_weight, from_a_list]
+
+
+@pytest.mark.parametrize("run", WIRINGS)
+def test_surgery_removes_normalisation_and_nothing_else(run):
+    model, x = Pair(run), torch.randn(3, 3, 8, 8)
+    invariants.surgery_removes_normalisation_and_nothing_else(model, x)
+    invariants.identity_norms_(model)
+    model.eval()
+    converted = convert(model, NoNorm(), example=x, init=None)
+    torch.testing.assert_close(converted(x), model(x), rtol=1e-4, atol=1e-4)
+
+
+def test_layers_behind_a_scripted_function_are_converted():
+    model = convert(Pair(through_scripted_function), SMALL, example=(2, 3, 8, 8))
+    assert isinstance(model.a, WeightMean)
+    assert isinstance(model.b, WeightMean)
+
+
+class FromAConstant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.constant = nn.Parameter(torch.randn(1, 8, 4, 4))
+        self.conv, self.bn, self.mix, self.bn2 = nets.conv(8, 8), nn.BatchNorm2d(8), nets.conv(16, 8), nn.BatchNorm2d(8)
+        self.fc = nn.Conv2d(8, 3, 1)
+
+    def forward(self, x):
+        y = F.relu(self.bn(self.conv(self.constant)), inplace=True).expand(len(x), -1, -1, -1)
+        return self.fc(F.relu(self.bn2(self.mix(torch.cat((x, y), 1)))))
+
+
+def test_a_learned_constant_is_followed_too():
+    model, x = FromAConstant(), torch.randn(3, 8, 4, 4)
+    invariants.surgery_removes_normalisation_and_nothing_else(model, x)
+    assert isinstance(convert(model, SMALL, example=x).conv, WeightMean)
+
+
+class Sequence(nn.Module):
+    """BatchNorm1d straight after a Linear on (batch, time, channels): it normalises over time steps."""
+
+    def __init__(self, time: int, bias: bool):
+        super().__init__()
+        self.fc1, self.bn, self.fc2 = nn.Linear(6, 6, bias=bias), nn.BatchNorm1d(time), nn.Linear(6, 2)
+
+    def forward(self, x):
+        return self.fc2(F.relu(self.bn(self.fc1(x))))
+
+
+@pytest.mark.parametrize("time", [5, 6])
+@pytest.mark.parametrize("bias", [True, False])
+def test_beta_stays_on_its_own_axis(time, bias):
+    model, x = Sequence(time, bias), torch.randn(3, time, 6)
+    invariants.surgery_removes_normalisation_and_nothing_else(model, x)
+    assert isinstance(convert(model, NoNorm(), example=x).bn, Shift)
+
+
+def test_frozen_batch_norm_that_calls_the_function_itself():
+    class Frozen(nn.Module):
+        def __init__(self, n):
+            super().__init__()
+            for name, value in (("weight", 1.0), ("bias", 0.0), ("running_mean", 0.0), ("running_var", 1.0)):
+                self.register_buffer(name, torch.full((n,), value))
+
+        def forward(self, x):
+            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, training=False)
+
+    model = nn.Sequential(nets.conv(3, 8), Frozen(8), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    report = convert_(model, SMALL, example=(2, 3, 8, 8))
+    assert [(n.role, n.action) for n in report.norms] == [("post", "remove")]
+    assert isinstance(model[0], WeightMean)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nets.conv(8, 8), nets.conv(8, 8)
+        self.b.weight = self.a.weight
+        self.na, self.nb, self.fc = nn.BatchNorm2d(8), nn.BatchNorm2d(8), nn.Conv2d(8, 2, 1)
+
+    def forward(self, x):
+        return self.fc(self.nb(self.b(F.relu(self.na(self.a(x))))))
+
+
+def test_tied_weights_are_centred_in_both_places():
+    x = torch.randn(4, 8, 8, 8)
+    for init in ("theory", "calibrate"):
+        model = convert(Tied(), SMALL, example=x, init=init)
+        assert isinstance(model.a, WeightMean)
+        assert isinstance(model.b, WeightMean)
+        assert model.a.weight is model.b.weight
+
+
+def test_the_plan_does_not_depend_on_the_hash_seed_or_the_random_state():
+    code = (
+        f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]\n"
+        "import test_odd_networks as t\n"
+        "print(t.plan(t.Tied(), t.SMALL, example=(2, 8, 8, 8)).as_dict())"
+    )
+    out = [
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": s},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for s in "12"
+    ]
+    assert out[0] == out[1]
+
+
+class RandomDepth(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.stem, self.draw = nets.conv(3, 8), draw
+        self.blocks, self.fc = nn.ModuleList(nets.Block(8, 8) for _ in range(5)), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            if not self.training or self.draw() < 0.5:
+                x = block(x)
+        return self.fc(x.mean((2, 3)))
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(1).item()])
+def test_blocks_dropped_at_random_are_all_planned_whatever_the_seed(draw):
+    plans = []
+    for seed in range(2):
+        random.seed(seed)
+        torch.manual_seed(seed)
+        plans.append(plan(RandomDepth(draw), SMALL, example=(2, 3, 8, 8)))
+    assert plans[0].totals() == plans[1].totals()
+    assert plans[0].totals()["centred"] == 10
+    assert not plans[0].notes
+
+
+def test_calibrate_sets_even_what_did_not_run():
+    model = RandomDepth(random.random)
+    report = convert_(model, SMALL, example=(2, 3, 8, 8), init=None)
+    with torch.no_grad():
+        for block in model.blocks:
+            block.conv1.weight.mul_(100)
+    initialise(model, report.layers, report.norms, "calibrate", torch.randn(4, 3, 8, 8))
+    assert all(block.conv1.weight.std() < 2 for block in model.blocks)
+
+
+def test_frozen_and_mixed_types():
+    frozen = Pair(lambda m, x: m.na(m.a(x)) + m.nb(m.b(m.a(x)))).requires_grad_(False)
+    converted = convert(frozen, MimicNorm(), example=(2, 3, 8, 8))
+    assert not any(p.requires_grad for p in converted.parameters())
+    mixed = Pair(lambda m, x: m.na(m.a(x).float()).bfloat16()).bfloat16()
+    mixed.na.float()
+    convert(mixed, NoNorm(), example=(2, 3, 8, 8))
+    half_frozen = Pair(lambda m, x: m.na(m.a(x)))
+    half_frozen.a = nn.Conv2d(3, 8, 1)
+    half_frozen.a.bias.requires_grad_(False)
+    assert convert(half_frozen, NoNorm(), example=(2, 3, 8, 8)).na.bias.requires_grad
+
+
+def test_a_named_container_head_is_not_centred_inside():
+    model = nn.Sequential(
+        nets.conv(3, 8), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Sequential(nn.Dropout(), nn.Linear(512, 3))
+    )
+    report = convert_(model, SMALL, example=(2, 3, 8, 8), head="4")
+    assert [s.name for s in report.layers] == ["0"]
+    assert isinstance(model[4], LastNormed)
+
+
+def test_attributes_and_examples_are_left_alone():
+    class Keeps(Pair):
+        def __init__(self):
+            super().__init__(lambda m, x: m.na(m.a(x.mul_(2))))
+            self.seen, self.total = [], torch.zeros(1)
+
+        def forward(self, x):
+            self.seen.append(x)
+            self.total += 1
+            return super().forward(x)
+
+    model, x = Keeps(), torch.ones(2, 3, 8, 8) + torch.randn(2, 3, 8, 8)
+    before = x.clone()
+    convert_(model, SMALL, example=x, init="calibrate")
+    assert model.seen == []
+    assert model.total.item() == 0
+    assert torch.equal(x, before)
+
+
+def test_weight_norm_is_fine_where_no_weight_is_touched():
+    model = Pair(lambda m, x: m.na(m.a(x)))
+    model.a = nn.utils.parametrizations.weight_norm(model.a)
+    invariants.surgery_removes_normalisation_and_nothing_else(model, torch.randn(2, 3, 8, 8))
+    with pytest.raises(RefusedError, match="a: its weight is computed"):
+        convert(model, SMALL, example=(2, 3, 8, 8))
+
+
+def test_code_that_asks_a_batch_norm_for_its_width_goes_on():
+    model = Pair(lambda m, x: m.na(m.a(x)) * m.na.num_features)
+    model.na.mine = "yes"
+    assert convert(model, SMALL, example=(2, 3, 8, 8)).na.mine == "yes"
+
+
+def test_a_trunk_is_no_branch():
+    class Gated(Pair):
+        def __init__(self):
+            super().__init__(self.wire)
+
+        @staticmethod
+        def wire(m, x):
+            y = F.relu(m.na(m.a(x)))
+            return y + y * torch.sigmoid(m.b(y))
+
+    assert all(s.scale is None for s in plan(Gated(), SMALL, example=(2, 3, 8, 8)).layers)
+
+
+def test_types_are_checked_by_the_layers_themselves():
+    layer = convert(nn.Sequential(nets.conv(8, 8), nn.BatchNorm2d(8), nn.Conv2d(8, 2, 1)), SMALL, example=(2, 8, 4, 4))
+    for wrong in (torch.ones(2, 8, 4, 4, dtype=torch.int64), torch.ones(2, 8, 4, 4).double()):
+        with pytest.raises(RuntimeError, match="type"):
+            layer(wrong)
+
+
+def test_siamese_use():
+    class Siamese(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.fc = nets.resnet(8), nn.Linear(8, 2)
+
+        def forward(self, x, y):
+            return self.fc((self.body(x) - self.body(y)).abs())
+
+    x, y = torch.randn(3, 3, 8, 8), torch.randn(3, 3, 8, 8)
+    model = Siamese()
+    invariants.identity_norms_(model)
+    converted = convert(model, NoNorm(), example=(x, y), init=None)
+    torch.testing.assert_close(converted(x, y), model(x, y), rtol=1e-4, atol=1e-4)
+    assert copy.deepcopy(converted) is not converted
