@@ -32,8 +32,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mimicnorm import memory
-from mimicnorm.surgery import convert
 from mimicnorm.methods import METHODS, BatchNorm, MimicNorm
+from mimicnorm.surgery import convert
 
 sys.path.insert(0, str(ROOT / "tests" / "memory"))
 

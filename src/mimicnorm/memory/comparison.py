@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from mimicnorm.surgery import convert
 from mimicnorm.memory.analysis import Analysis, as_text
 from mimicnorm.memory.budget import largest_batch
 from mimicnorm.memory.replica import first_samples
 from mimicnorm.memory.step import Loss, MakeOptimizer, measure
 from mimicnorm.memory.units import format_bytes, parse_bytes
 from mimicnorm.methods import BatchNorm, Method, MimicNorm, NoNorm, as_method
+from mimicnorm.surgery import convert
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -20,10 +20,11 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from mimicnorm.errors import ExampleError, MemoryPredictionError, MimicNormError
+from mimicnorm.example import describe
+from mimicnorm.isolate import untouched
 from mimicnorm.memory.analysis import LOSS, Analysis
 from mimicnorm.memory.replica import Replica, batch_size, replicate
 from mimicnorm.memory.tracker import StorageTracker
-from mimicnorm.record import describe, untouched
 
 Loss = Callable[[Any], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
