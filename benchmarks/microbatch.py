@@ -362,7 +362,7 @@ def accuracy(epochs: int = 4, batch: int = 64, seeds: int = 3, lr: float = 0.1) 
     before = json.loads(path.read_text()) if path.exists() else {}
     rows = before["rows"] if setting.items() <= before.items() else []
     for name, (method, way) in WAYS.items():
-        for micro_batch in (1, 2, 4, 16, 64):
+        for micro_batch in (64, 16, 4, 2, 1):
             if micro_batch == 1 and (method, way) == ("mimicnorm", "accumulate"):
                 continue  # a lone sample has no variance: an error that says so
             if any(r["method"] == name and r["micro_batch"] == micro_batch for r in rows):
@@ -416,21 +416,29 @@ def figures() -> None:
     data = json.loads((RESULTS / "microbatch-training.json").read_text())
     figure, axes = start()
     for name, apart in data["weights_apart"].items():
-        axes.semilogy(range(1, len(apart) + 1), apart, color=colour(name), linestyle="--" if "fp32" in name else "-")
-        axes.annotate(name, (len(apart), apart[-1]), (-2, 6), textcoords="offset points", ha="right", fontsize=8)
+        line = ":" if "another order" in name else "--" if "fp32" in name else "-"
+        axes.semilogy(range(1, len(apart) + 1), apart, color=colour(name), linestyle=line, label=name)
+    axes.set_ylim(1e-17, 10)
     axes.set_xlabel(f"step (batch {data['batch']}, micro-batch {data['micro_batch']})")
-    axes.set_ylabel("distance from the full-batch\nrun's weights (relative)")
+    axes.set_ylabel("distance from the weights of\nthe full-batch run (relative)")
+    axes.legend(frameon=False, fontsize=8, loc="center right", bbox_to_anchor=(1, 0.42), reverse=True)
     figure.savefig(FIGURES / "microbatch-training.png", dpi=150)
 
     data = json.loads((RESULTS / "microbatch-accuracy.json").read_text())
     figure, axes = start()
-    for name in WAYS:
-        rows = [r for r in data["rows"] if r["method"] == name]
-        sizes = [r["micro_batch"] for r in rows]
+    floor = 90
+    for i, name in enumerate(WAYS):
+        rows = sorted((r for r in data["rows"] if r["method"] == name), key=lambda r: r["micro_batch"])
+        places = [r["micro_batch"] * 2 ** (0.06 * (i - 1.5)) for r in rows]  # side by side, to be told apart
         means = [100 * statistics.mean(r["accuracy"]) for r in rows]
-        axes.plot(sizes, means, "o-", color=colour(name), label=name, markersize=4)
-        for size, r in zip(sizes, rows, strict=True):
-            axes.vlines(size, 100 * min(r["accuracy"]), 100 * max(r["accuracy"]), color=colour(name), alpha=0.4)
+        axes.plot(places, means, "o-", color=colour(name), label=name, markersize=4)
+        for place, mean, r in zip(places, means, rows, strict=True):
+            axes.vlines(place, 100 * min(r["accuracy"]), 100 * max(r["accuracy"]), color=colour(name), alpha=0.5)
+            if mean < floor:
+                text = f"{mean:.0f} % at micro-batch {r['micro_batch']}"
+                away = {"xytext": (-75, 16), "textcoords": "offset points", "arrowprops": {"arrowstyle": "->"}}
+                axes.annotate(text, (place, floor), fontsize=8, color=colour(name), **away)
+    axes.set_ylim(floor, 100)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes := (1, 2, 4, 16, 64), [str(s) for s in sizes])
     axes.set_xlabel(f"micro-batch (batch {data['batch']} in all)")
