@@ -5,7 +5,8 @@
 Resumable: finished models are kept in ``results/coverage.jsonl`` and skipped; the summary is
 ``results/coverage.json``. Shards may run side by side. For each model, at the smallest input it takes: converted
 (no batch-dependent module left but LastNorm; a training step gives a finite gradient to every parameter that had
-one; the share of owners that are centred), or refused by name.
+one; the share of owners that are centred), or refused by name. The largest (see ``too_large``) take their training
+step on fake tensors: that every gradient exists is shown there, that it is finite is not.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from provenance import RESULTS, provenance, save, zoo
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mimicnorm.surgery import convert_
 from mimicnorm.errors import MimicNormError
 from mimicnorm.layers import LastNorm
 from mimicnorm.methods import MimicNorm
 from mimicnorm.record import is_batch_norm, record
+from mimicnorm.surgery import convert_
 
 SIZES = (32, 64, 96, 128, 160, 224, 256, 299, 384)
 
@@ -79,6 +80,12 @@ def parameters_with_gradient(model: nn.Module, shape: tuple[int, ...]) -> set[st
         return {n for n, p in state.items() if p.grad is not None}
 
 
+def too_large(model: nn.Module, shape: tuple[int, ...]) -> bool:
+    """Whether a real step would take minutes or gigabytes on a small machine."""
+    weights = sum(p.numel() for p in model.parameters())
+    return weights > 100e6 or (shape[-1] >= 200 and weights > 40e6)
+
+
 def loss(output: object) -> torch.Tensor:
     leaves = [t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)]
     return sum((t.float().square().mean() for t in leaves), torch.zeros(()))
@@ -89,23 +96,29 @@ def examine(source: str, name: str) -> dict:
     model = build(source, name).train()
     shape = smallest_input(model)
     reached = parameters_with_gradient(model, shape)
+    large = too_large(model, shape)
     row: dict = {"source": source, "name": name, "shape": list(shape)}
     start = time.perf_counter()
     try:
-        report = convert_(model, MimicNorm(), example=shape)
+        report = convert_(model, MimicNorm(), example=shape, init=None if large else "auto")
     except MimicNormError as error:
         return row | {"outcome": "refused", "why": str(error)[:600]}
     row["seconds"] = round(time.perf_counter() - start, 2)
+    row["step"] = "fake" if large else "real"
     row |= {"init": report.init, **report.totals()}
     left = [n for n, m in model.named_modules() if is_batch_norm(m) and not isinstance(m, LastNorm)]
     depthwise = {n for n, m in model.named_modules() if getattr(m, "groups", 1) == getattr(m, "in_channels", 0) > 1}
     eligible = [s for s in report.layers if s.fan_in > 50 and s.name not in depthwise]
     row["eligible"], row["eligible_centred"] = len(eligible), sum(s.action == "centre" for s in eligible)
     row["norms_without_owner"] = sum(not n.owner and n.role != "unused" for n in report.norms)
-    loss(model(torch.randn(shape))).backward()
     moved = {new: old for old, new in report.moved_parameters.items()}
     wanted = {n for n, _ in model.named_parameters() if moved.get(n, n) in reached}
-    bad = [n for n, p in model.named_parameters() if n in wanted and (p.grad is None or not p.grad.isfinite().all())]
+    if large:
+        bad = sorted(wanted - parameters_with_gradient(model, shape))
+    else:
+        loss(model(torch.randn(shape))).backward()
+        finite = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.isfinite().all()}
+        bad = sorted(wanted - finite)
     row["batch_norms_left"], row["without_gradient"] = left, bad[:20]
     return row | {"outcome": "converted" if not left and not bad else "broken"}
 
@@ -122,7 +135,8 @@ def summarise(rows: list[dict]) -> dict:
         "converted_share": round(outcomes["converted"] / max(len(rows), 1), 4),
         "owners_over_50_not_depthwise": eligible,
         "of_those_centred_share": round(sum(r["eligible_centred"] for r in done) / max(eligible, 1), 4),
-        "init": Counter(r["init"] for r in done),
+        "init": Counter(r["init"] or "not set (fake step)" for r in done),
+        "step": Counter(r.get("step", "real") for r in done),
         "not_converted": [
             {k: r[k] for k in ("source", "name", "outcome", "why", "without_gradient") if k in r}
             for r in rows

@@ -15,8 +15,8 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent.parent))  # spawned processes start without conftest
 import nets
 
-from mimicnorm.surgery import convert_
 from mimicnorm.methods import WeightMean
+from mimicnorm.surgery import convert_
 
 
 def network() -> nn.Module:

@@ -204,7 +204,7 @@ def _follow_modules(replica: Replica) -> _Names:
         if module in inside:
             continue
         if module in replica.compiled:
-            module._compiled_call_impl = _named(module._compiled_call_impl, name, names)
+            module._compiled_call_impl = _named(module._compiled_call_impl, name, names)  # pyrefly: ignore
         else:
             module.register_forward_pre_hook(lambda *_, name=name: names.enter(name))
             module.register_forward_hook(names.leave, always_call=True)
