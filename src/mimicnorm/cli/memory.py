@@ -28,6 +28,8 @@ class Memory:
     """sgd-momentum, sgd, adamw, or none."""
     budget: str | None = None
     """Memory of the device, e.g. 16GiB: adds the largest batch that fits."""
+    fake: bool = True
+    """Try the step without allocating it; --no-fake runs it for real, on normal noise."""
     by_module: bool = False
     """Show where the memory is, for each method."""
     plot: str | None = None
@@ -36,19 +38,29 @@ class Memory:
     """Print plain JSON instead of tables."""
 
     def run(self) -> None:
-        """Measure every method on fake tensors and print one table."""
+        """Measure every method and print one table."""
         from rich.console import Console
 
         from mimicnorm import memory
         from mimicnorm.cli.model import image_size, load
+        from mimicnorm.errors import MemoryPredictionError
+        from mimicnorm.memory.figure import refuse_unwritable
+        from mimicnorm.memory.step import OPTIMIZERS
         from mimicnorm.methods import method
 
         chosen = [method(name.strip()) for name in self.methods.split(",") if name.strip()]
+        if not chosen:
+            raise MemoryPredictionError("--methods names no method: give some, such as batchnorm,mimicnorm")
+        if self.optimizer not in (*OPTIMIZERS, "none"):
+            known = ", ".join(OPTIMIZERS)
+            raise MemoryPredictionError(f"--optimizer {self.optimizer!r} is not known: give one of {known}, none")
+        if self.plot is not None:
+            refuse_unwritable(self.plot)
         budget = memory.parse_bytes(self.budget) if self.budget is not None else None
         model = load(self.model)
         shape = self.shape or (self.batch, *image_size(model, self.image))
         optimizer = None if self.optimizer == "none" else self.optimizer
-        comparison = memory.compare(model, shape, chosen, optimizer=optimizer, budget=budget)
+        comparison = memory.compare(model, shape, chosen, optimizer=optimizer, budget=budget, fake=self.fake)
         if self.plot is not None:
             memory.plot(comparison, self.plot)
         if self.json:

@@ -21,6 +21,7 @@ def largest_batch(
     loss: Loss | None = None,
     optimizer: str | MakeOptimizer | None = "sgd-momentum",
     autocast: torch.dtype | None = None,
+    fake: bool = True,
 ) -> int:
     """Find the largest batch whose predicted peak stays within a budget.
 
@@ -35,6 +36,7 @@ def largest_batch(
         loss: As for ``measure``; it must take outputs of any batch size.
         optimizer: As for ``measure``.
         autocast: As for ``measure``.
+        fake: As for ``measure``; with False, every batch that is tried is run, the first that is too large as well.
 
     Raises:
         MemoryPredictionError: Not even the smallest batch the network accepts fits.
@@ -48,7 +50,7 @@ def largest_batch(
     peaks: dict[int, int] = {}
 
     def fits(batch: int) -> bool:
-        analysis = measure_batch(model, example, batch, loss=loss, optimizer=optimizer, autocast=autocast)
+        analysis = measure_batch(model, example, batch, loss=loss, optimizer=optimizer, autocast=autocast, fake=fake)
         _refuse_below_fixed_cost(analysis, budget_bytes)
         peaks[batch] = analysis.peak_bytes
         return analysis.peak_bytes <= budget_bytes

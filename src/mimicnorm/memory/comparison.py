@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -10,12 +10,13 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
+from mimicnorm.errors import MemoryPredictionError
 from mimicnorm.memory.analysis import Analysis, as_text
 from mimicnorm.memory.budget import largest_batch
 from mimicnorm.memory.replica import first_samples
 from mimicnorm.memory.step import Loss, MakeOptimizer, measure
 from mimicnorm.memory.units import format_bytes, parse_bytes
-from mimicnorm.methods import BatchNorm, Method, MimicNorm, NoNorm, as_method
+from mimicnorm.methods import Method, as_method, settings
 from mimicnorm.surgery import convert
 
 if TYPE_CHECKING:
@@ -88,23 +89,26 @@ class Comparison:
 def compare(
     model: nn.Module,
     example: Any,
-    methods: Iterable[Method | str] = (BatchNorm(), MimicNorm(), NoNorm()),
+    methods: Method | str | Iterable[Method | str] = ("batchnorm", "mimicnorm", "nonorm"),
     *,
     budget: str | int | None = None,
     loss: Loss | None = None,
     optimizer: str | MakeOptimizer | None = "sgd-momentum",
     autocast: torch.dtype | None = None,
+    fake: bool = True,
 ) -> Comparison:
     """Predict what a network with BatchNorm costs as it is and converted by each method.
 
     Args:
         model: A network with BatchNorm; compiled, it is converted and then taken as compiled again.
         example: As for ``measure``.
-        methods: Methods or their names; the first is what the others are compared with.
+        methods: Methods or their names; the first is what the others are compared with. Two of one name
+            but with other settings go by both, as in ``"mimicnorm(last_norm=False)"``.
         budget: With it, also find each method's largest batch.
         loss: As for ``measure``.
         optimizer: As for ``measure``.
         autocast: As for ``measure``.
+        fake: As for ``measure``, and for ``largest_batch`` if a budget is given.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(7200, 9))
@@ -116,13 +120,34 @@ def compare(
     plain = model._orig_mod if isinstance(model, OptimizedModule) else model
     small = first_samples(example, 2)  # the surgery reads shapes, it needs no large batch
     analyses, batches = {}, {}
-    for method in map(as_method, methods):
+    for name, method in _by_unique_name(methods).items():
         network = convert(plain, method, example=small, init=None)
         if compiled:
             network.compile()
-        analyses[method.name] = measure(network, example, loss=loss, optimizer=optimizer, autocast=autocast)
+        analyses[name] = measure(network, example, loss=loss, optimizer=optimizer, autocast=autocast, fake=fake)
         if budget_bytes is not None:
-            batches[method.name] = largest_batch(
-                network, example, budget_bytes, loss=loss, optimizer=optimizer, autocast=autocast
+            batches[name] = largest_batch(
+                network, example, budget_bytes, loss=loss, optimizer=optimizer, autocast=autocast, fake=fake
             )
     return Comparison(analyses, batches, budget_bytes)
+
+
+def _by_unique_name(methods: Method | str | Iterable[Method | str]) -> dict[str, Method]:
+    chosen = [as_method(m) for m in ([methods] if isinstance(methods, (Method, str)) else methods)]
+    if not chosen:
+        raise MemoryPredictionError('there is no method to compare: give at least one, such as "batchnorm"')
+    named = {_name_among(method, chosen): method for method in chosen}
+    if len(named) < len(chosen):
+        raise MemoryPredictionError(
+            f"a method is given twice with the same settings among {', '.join(m.name for m in chosen)}: give it once"
+        )
+    return named
+
+
+def _name_among(method: Method, chosen: Sequence[Method]) -> str:
+    """Return a method's name, with the settings in which others of the same name differ."""
+    namesakes = [settings(other) for other in chosen if other.name == method.name]
+    differing = [
+        f"{key}={value!r}" for key, value in settings(method).items() if any(other[key] != value for other in namesakes)
+    ]
+    return f"{method.name}({', '.join(differing)})" if differing else method.name

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from mimicnorm.errors import MemoryPredictionError
 from mimicnorm.memory.analysis import Analysis
 from mimicnorm.memory.comparison import Comparison
 from mimicnorm.memory.tracker import CATEGORIES
@@ -31,6 +32,7 @@ def plot(what: Analysis | Comparison | Mapping[str, Analysis], path: str | Path)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    refuse_unwritable(path)
     if isinstance(what, Comparison):
         what = what.analyses
     analyses = {"": what} if isinstance(what, Analysis) else dict(what)
@@ -46,6 +48,22 @@ def plot(what: Analysis | Comparison | Mapping[str, Analysis], path: str | Path)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
+
+
+def refuse_unwritable(path: str | Path) -> None:
+    """Say what is wrong with the name of a file for a picture, before the picture is made.
+
+    Raises:
+        MemoryPredictionError: The directory does not exist, or the ending is of no image format.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    path = Path(path)
+    endings = FigureCanvasAgg.get_supported_filetypes()
+    if path.suffix[1:].lower() not in endings:
+        raise MemoryPredictionError(f"cannot draw to {str(path)!r}: end the name in one of .{', .'.join(endings)}")
+    if not path.parent.is_dir():
+        raise MemoryPredictionError(f"cannot draw to {str(path)!r}: there is no directory {str(path.parent)!r}")
 
 
 def _draw(panel, analysis: Analysis, unit: int) -> None:

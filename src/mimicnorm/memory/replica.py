@@ -65,7 +65,7 @@ def replicate(model: nn.Module, example: Any, *, fake: bool = True, batch: int |
                 f"parameter {name!r} has no shape yet: run the lazy model once on real data first"
             )
     with copying:
-        twin = copy.deepcopy(model)
+        twin = _deep_copy(model)
     for parameter in twin.parameters():
         parameter.grad = None
     if not twin.training:
@@ -73,12 +73,51 @@ def replicate(model: nn.Module, example: Any, *, fake: bool = True, batch: int |
     twin, compiled = _partition_what_was_compiled(model, twin)
     with mode:
         args, kwargs = call_arguments(twin, example)
-        if isinstance(mode, FakeTensorMode):
-            args, kwargs = tree_map_only(Tensor, mode.from_tensor, (args, kwargs))
+        args, kwargs = _copy_tensors((args, kwargs), mode)
         if batch is not None:
             base = batch_size(args, kwargs)
             args, kwargs = tree_map_only(Tensor, lambda t: _with_batch(t, base, batch), (args, kwargs))
     return Replica(twin, args, kwargs, mode, compiled)
+
+
+def _deep_copy(model: nn.Module) -> nn.Module:
+    try:
+        return copy.deepcopy(model)
+    except Exception as error:
+        held = [
+            f"attribute {attribute!r} of {f'module {name!r}' if name else 'the model'}"
+            for name, module in model.named_modules()
+            for attribute, value in vars(module).items()
+            if isinstance(value, Tensor) and not value.is_leaf
+        ]
+        remedy = f": {held[0]} holds a result of a forward pass, delete it first" if held else ""
+        raise MemoryPredictionError(
+            f"{type(model).__name__} cannot be copied, and the step is tried on a copy "
+            f"({type(error).__name__}: {first_line(error)}){remedy}"
+        ) from error
+
+
+def _copy_tensors(arguments: Any, mode: AbstractContextManager) -> Any:
+    """Copy the tensors among call arguments, fake or real, so that the step cannot change the caller's."""
+    copies: dict[int, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            if not isinstance(mode, FakeTensorMode):
+                twin = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+            elif tensor.is_inference():
+                twin = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+            else:
+                twin = mode.from_tensor(tensor)
+            copies[id(tensor)] = twin
+        return copies[id(tensor)]
+
+    return tree_map_only(Tensor, copied, arguments)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message."""
+    return (str(error).strip().splitlines() or [""])[0]
 
 
 def batch_size(args: tuple, kwargs: dict[str, Any]) -> int:
@@ -107,7 +146,7 @@ def first_samples(example: Any, count: int) -> Any:
 def _with_batch(tensor: Tensor, old: int, new: int) -> Tensor:
     if tensor.dim() == 0 or tensor.shape[0] != old:
         return tensor
-    resized = tensor.new_empty((new, *tensor.shape[1:]))
+    resized = tensor.detach()[torch.arange(new, device=tensor.device) % old]  # values stay valid, as indices must
     for memory_format, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
         if tensor.dim() == dims and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=memory_format):
             resized = resized.contiguous(memory_format=memory_format)

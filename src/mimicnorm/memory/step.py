@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
@@ -23,8 +24,8 @@ from mimicnorm.errors import ExampleError, MemoryPredictionError, MimicNormError
 from mimicnorm.example import describe
 from mimicnorm.isolate import untouched
 from mimicnorm.memory.analysis import LOSS, Analysis
-from mimicnorm.memory.replica import Replica, batch_size, replicate
-from mimicnorm.memory.tracker import StorageTracker
+from mimicnorm.memory.replica import Replica, batch_size, first_line, replicate
+from mimicnorm.memory.tracker import StorageTracker, UnsizedWorkspaceError
 
 Loss = Callable[[Any], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -39,6 +40,10 @@ _NEEDS_VALUES = (
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+)
+_ON_REAL_TENSORS = (
+    "fake=False (--no-fake on the command line), with real data as the example, runs one real step on a copy of the "
+    "network"
 )
 
 
@@ -60,9 +65,9 @@ def measure(
     ``saved_bytes`` is what the partitioner keeps, ``peak_bytes`` an upper bound, as nothing is fused. Active
     ``torch.autocast`` contexts and activation checkpointing count as they stand.
 
-    Not counted: workspaces inside one kernel (convolution algorithms, layout copies and fused recurrent layers of
-    oneDNN and cuDNN), the allocator's rounding, caching and fragmentation, the CUDA context and library handles,
-    communication buffers, and what a custom operation keeps outside of tensors.
+    Not counted: workspaces inside one kernel (convolution algorithms and layout copies of oneDNN and cuDNN), the
+    allocator's rounding, caching and fragmentation, the CUDA context and library handles, communication buffers,
+    and what a custom operation keeps outside of tensors.
 
     Args:
         model: Any module; ``torch.compile`` may have been applied to it or to parts of it.
@@ -76,7 +81,8 @@ def measure(
             shapes depend on the data; give real data as the example.
 
     Raises:
-        MemoryPredictionError: The network cannot run on fake tensors, or nothing in it requires a gradient.
+        MemoryPredictionError: The network cannot run on fake tensors (an LSTM in one fused kernel among them, as
+            its workspace has no size there), or nothing in it requires a gradient, or loss or optimizer are unfit.
         ExampleError: The model does not run on the example.
 
     Example:
@@ -114,7 +120,7 @@ def _compile(replica: Replica, names: _Names, loss: Loss, autocast: torch.dtype 
     with warnings.catch_warnings():
         # The compiler looks at .grad of every input; fake intermediate results answer with a warning.
         warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-        _forward(replica, names, loss, autocast)[1].backward()
+        _backward(_forward(replica, names, loss, autocast)[1], replica)
     replica.model.zero_grad()
 
 
@@ -133,16 +139,16 @@ def _tracked_step(
             tracker.add(buffer, "parameters")
         for tensor in replica.inputs:
             tracker.add(tensor, "inputs")
-        optimizer = _with_state(make_optimizer, model, tracker)
+        optimizer = _with_state(make_optimizer, replica, tracker)
         own_bytes = tracker.category_bytes("parameters")
         with tracker.during("forward"), saved_tensors_hooks(lambda t: _saved(tracker, t, names), lambda t: t):
             output, value = _forward(replica, names, loss, autocast)
         saved_by_module = tracker.saved_bytes_by_module()
         with tracker.during("backward"):
-            value.backward()
+            _backward(value, replica)
         gradients_bytes = tracker.category_bytes("gradients")
         if optimizer is not None:
-            with tracker.during("optimizer"):
+            with tracker.during("optimizer"), _explained("the optimizer's step", replica):
                 optimizer.step()
         del output, value
     return Analysis(
@@ -181,18 +187,21 @@ def default_loss(output: Any) -> Tensor:
 
 
 class _Names:
-    """Which module runs, for the attribution of what is saved and for messages."""
+    """Which module runs, for the attribution of what is saved and for messages.
+
+    A module that fails is not left, so the last one in the list is where an error came from. One whose error was
+    caught is taken off with the module that caught it.
+    """
 
     def __init__(self) -> None:
         self.running: list[str] = []
-        self.last_entered = ""
 
     def enter(self, name: str) -> None:
         self.running.append(name)
-        self.last_entered = name
 
-    def leave(self, *_: Any) -> None:
-        self.running.pop()
+    def leave(self, name: str) -> None:
+        while self.running.pop() != name:
+            pass
 
 
 def _follow_modules(replica: Replica) -> _Names:
@@ -207,49 +216,115 @@ def _follow_modules(replica: Replica) -> _Names:
             module._compiled_call_impl = _named(module._compiled_call_impl, name, names)  # pyrefly: ignore
         else:
             module.register_forward_pre_hook(lambda *_, name=name: names.enter(name))
-            module.register_forward_hook(names.leave, always_call=True)
+            module.register_forward_hook(lambda *_, name=name: names.leave(name))
     return names
 
 
 def _named(call: Callable[..., Any], name: str, names: _Names) -> Callable[..., Any]:
     def named(*args, **kwargs):
         names.enter(name)
-        try:
-            return call(*args, **kwargs)
-        finally:
-            names.leave()
+        output = call(*args, **kwargs)
+        names.leave(name)
+        return output
 
     return named
 
 
 def _forward(replica: Replica, names: _Names, loss: Loss, autocast: torch.dtype | None) -> tuple[Any, Tensor]:
     casting = torch.autocast(replica.device.type, autocast) if autocast is not None else nullcontext()
+    names.running.clear()
     try:
         with casting:
             output = replica.model(*replica.args, **replica.kwargs)
             names.enter(LOSS)
             value = loss(output)
-            names.running.clear()
-            return output, value
+    except UnsizedWorkspaceError as error:
+        raise MemoryPredictionError(
+            f"{_place(names)} runs as one fused kernel ({error}), whose workspace has no size on fake tensors: "
+            f"{_ON_REAL_TENSORS}; torch.backends.mkldnn.flags(enabled=False) predicts the plain kernel of the CPU"
+        ) from error
     except _NEEDS_VALUES as error:
         raise MemoryPredictionError(
             f"{_place(names)} cannot run on fake tensors, because it needs values, not only shapes "
-            f"({type(error).__name__}: {error}). Measure it on real tensors: measure(..., fake=False) with real data "
-            "as the example runs one step on a copy of the network"
+            f"({type(error).__name__}: {error}). {_ON_REAL_TENSORS}"
         ) from error
     except MimicNormError:
         raise
     except Exception as error:
         raise ExampleError(
             f"{_place(names)} does not run on the example ({describe(replica.args, replica.kwargs)}): "
-            f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+            f"{type(error).__name__}: {first_line(error)}{_hint(replica)}"
+        ) from error
+    names.running.clear()
+    _refuse_unfit_loss(value)
+    return output, value
+
+
+def _refuse_unfit_loss(value: Any) -> None:
+    if not isinstance(value, Tensor):
+        wrong = f"a {type(value).__name__}"
+    elif value.numel() != 1:
+        wrong = f"a tensor of shape {tuple(value.shape)}"
+    elif not value.requires_grad:
+        wrong = "a tensor without a gradient (detached, or made from nothing that is trained)"
+    else:
+        return
+    raise MemoryPredictionError(
+        f"the loss returned {wrong}: return a scalar tensor computed from the model's output, e.g. output.mean()"
+    )
+
+
+def _backward(value: Tensor, replica: Replica) -> None:
+    """Run the backward pass, and give leaves that are not the replica's (a loss module's) back their gradients."""
+    own = {id(tensor) for tensor in (*replica.model.parameters(), *replica.inputs)}
+    foreign = [(leaf, leaf.grad) for leaf in _leaves(value) if id(leaf) not in own]
+    try:
+        for leaf, _ in foreign:
+            leaf.grad = None
+        with _explained("the backward pass", replica):
+            value.backward()
+    finally:
+        for leaf, grad in foreign:
+            leaf.grad = grad
+
+
+def _leaves(value: Tensor) -> list[Tensor]:
+    """Return the tensors in whose ``.grad`` a backward pass would accumulate."""
+    seen, waiting, leaves = set(), [value.grad_fn], []
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            leaves.append(node.variable)
+        waiting.extend(following for following, _ in node.next_functions)
+    return leaves
+
+
+@contextmanager
+def _explained(what: str, replica: Replica) -> Iterator[None]:
+    try:
+        yield
+    except MimicNormError:
+        raise
+    except Exception as error:
+        raise MemoryPredictionError(
+            f"{what} fails: {type(error).__name__}: {first_line(error)}{_hint(replica)}"
         ) from error
 
 
+def _hint(replica: Replica) -> str:
+    if not isinstance(replica.mode, FakeTensorMode):
+        return ""
+    return f". If it needs values, not only shapes: {_ON_REAL_TENSORS}"
+
+
 def _place(names: _Names) -> str:
-    if names.last_entered == LOSS:
+    name = names.running[-1] if names.running else ""
+    if name == LOSS:
         return "the loss"
-    return f"module {names.last_entered!r}" if names.last_entered else "the model"
+    return f"module {name!r}" if name else "the model"
 
 
 def _saved(tracker: StorageTracker, tensor: Tensor, names: _Names) -> Tensor:
@@ -257,15 +332,21 @@ def _saved(tracker: StorageTracker, tensor: Tensor, names: _Names) -> Tensor:
     return tensor
 
 
-def _with_state(make: MakeOptimizer | None, model: nn.Module, tracker: StorageTracker) -> torch.optim.Optimizer | None:
+def _with_state(make: MakeOptimizer | None, replica: Replica, tracker: StorageTracker) -> torch.optim.Optimizer | None:
     """Build the optimizer and let one step with zero gradients create its state."""
     if make is None:
         return None
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = make(trained)
+    trained = [parameter for parameter in replica.model.parameters() if parameter.requires_grad]
+    with _explained("making the optimizer", replica):
+        optimizer = make(trained)
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise MemoryPredictionError(
+            f"the function given as optimizer returned {type(optimizer).__name__}: return a torch.optim.Optimizer"
+        )
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
+    with _explained("the optimizer's step", replica):
+        optimizer.step()
     optimizer.zero_grad()
     for leaf in tree_leaves([list(state.values()) for state in optimizer.state.values()]):
         if isinstance(leaf, Tensor):
@@ -276,7 +357,7 @@ def _with_state(make: MakeOptimizer | None, model: nn.Module, tracker: StorageTr
 def _optimizer_maker(optimizer: str | MakeOptimizer | None) -> MakeOptimizer | None:
     if optimizer is None or callable(optimizer):
         return optimizer
-    if optimizer not in OPTIMIZERS:
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         raise MemoryPredictionError(
             f"optimizer {optimizer!r} is not known: give one of {', '.join(map(repr, OPTIMIZERS))}, None, or a "
             "function from parameters to an optimizer"

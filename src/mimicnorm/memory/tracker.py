@@ -10,10 +10,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+# Kernels that return a workspace for the backward pass to which fake tensors give no size.
+_UNSIZED = {
+    torch.ops.aten.mkldnn_rnn_layer.default,
+    torch.ops.aten._cudnn_rnn.default,
+    torch.ops.aten.miopen_rnn.default,
+}
 CATEGORIES = ("parameters", "inputs", "optimizer_state", "gradients", "activations", "temporary")
+
+
+class UnsizedWorkspaceError(Exception):
+    """A fused kernel keeps a workspace whose size only a real run tells."""
 
 
 @dataclass
@@ -120,7 +131,12 @@ class StorageTracker(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         """Run one operation and count the storages it made."""
         self._record()  # what died since the last operation is gone, what it left is alive
+        fake = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(args))
+        if fake and func in _UNSIZED:
+            raise UnsizedWorkspaceError(func.name())
         result = func(*args, **(kwargs or {}))
+        if fake and func is torch.ops.aten.native_batch_norm.default:
+            result = _with_real_statistics(result, args[1:5])
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
                 self.add(tensor)
@@ -135,6 +151,12 @@ class StorageTracker(TorchDispatchMode):
     def _record(self) -> None:
         if self.phase != "setup":
             self.timeline.append(Moment(self.phase, **self._bytes))
+
+
+def _with_real_statistics(result: tuple, own: tuple) -> tuple:
+    """Give what a BatchNorm saves the type of its weight or running statistics: fake kernels take the input's."""
+    dtype = next((tensor.dtype for tensor in own if tensor is not None), result[0].dtype)
+    return result[0], *(statistic.to(dtype) for statistic in result[1:])
 
 
 def _sums_gradients_in_engine(func) -> bool:

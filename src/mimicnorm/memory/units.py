@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from mimicnorm.errors import MemoryPredictionError
 
@@ -23,14 +24,15 @@ def parse_bytes(amount: str | int | float) -> int:
         >>> parse_bytes("16 GiB"), parse_bytes("1.5kb"), parse_bytes(512)
         (17179869184, 1500, 512)
     """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([A-Za-z]*)\s*", str(amount))
+    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([A-Za-z]*)\s*", str(amount))
     factor = _BY_LOWER_CASE.get(match[2].lower()) if match else None
-    if match is None or factor is None or float(match[1]) == 0:
+    count = round(Fraction(match[1]) * factor) if match and factor else 0
+    if count < 1:
         raise MemoryPredictionError(
-            f"{amount!r} is not an amount of memory: write a positive number of bytes, or a number with one of "
+            f"{amount!r} is not an amount of memory: write a whole number of bytes from 1 on, or a number with one of "
             f"{', '.join(unit for unit in _FACTORS if unit)}, as in '16 GiB'"
         )
-    return round(float(match[1]) * factor)
+    return count
 
 
 def format_bytes(count: int) -> str:
