@@ -111,5 +111,5 @@ def test_bad_input_is_named(call, says):
 
 def test_unequal_variances_without_a_formula_are_limited(monkeypatch):
     monkeypatch.setattr(module, "MAX_PAIRS", 3)
-    with pytest.raises(TheoryError, match="Normalise the inputs"):
+    with pytest.raises(TheoryError, match="4 pairs of unequal variance"):
         dual("elu", torch.zeros(4), 1.0, 2.0)

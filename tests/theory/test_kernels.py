@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 
+import mpmath
 import numpy as np
 import pytest
 import torch
@@ -104,6 +105,70 @@ def test_weight_mean_relu_of_any_norms(depth, inputs):
         k, theta = reference(inputs[i], inputs[j], depth, arc_cosine, w2, 0.0, 1.0, 0.0, centred=True)
         assert float(got.nngp[i, j]) == pytest.approx(k, rel=1e-10, abs=1e-13)
         assert float(got.ntk[i, j]) == pytest.approx(theta, rel=1e-10, abs=1e-13)
+
+
+def precise(name, q, p, k):
+    """Return the covariance of phi(u), phi(v) and E[phi' phi'] with 40 digits."""
+    root, scale = mpmath.sqrt, mpmath.sqrt(q * p)
+    if name == "relu":
+        angle = mpmath.acos(max(-1, min(1, k / scale)))
+        value = scale * (mpmath.sin(angle) + (mpmath.pi - angle) * mpmath.cos(angle) - 1) / (2 * mpmath.pi)
+        return value, (mpmath.pi - angle) / (2 * mpmath.pi)
+    product, sides = (1 + q) * (1 + p), 1 / (1 + q) + 1 / (1 + p)
+    det = product - k**2
+    density = 1 / (2 * mpmath.pi * root(det))
+    positive = mpmath.mpf(1) / 4 + mpmath.asin(k / root(product)) / (2 * mpmath.pi)
+    value = k * positive + density * (q * p + k**2 * (sides - 1)) - q * p / (2 * mpmath.pi * root(product))
+    return value, positive + density * k * (sides + 1 / det)
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu"])
+@pytest.mark.parametrize("bias", [0.0, 0.1])
+def test_fifty_centred_layers_are_right_to_ten_digits(name, bias, inputs):
+    t = Transition("weight_mean", name, 2.2, bias)
+    got = kernels(inputs, 50, t)
+    with mpmath.workdps(40):
+        for i, j in ((0, 5), (1, 4), (2, 3)):
+            x, y = ([mpmath.mpf(v) for v in inputs[n].tolist()] for n in (i, j))
+            q, p, k = (mpmath.fdot(a, b) / len(x) for a, b in ((x, x), (y, y), (x, y)))
+            theta, w2 = k, mpmath.mpf(t.effective_w2)
+            for _ in range(49):
+                value, slope = precise(name, q, p, k)
+                q, p = (w2 * precise(name, own, own, own)[0] + bias for own in (q, p))
+                k = w2 * value + bias
+                theta = k + w2 * slope * theta
+            assert abs(mpmath.mpf(float(got.nngp[i, j])) / k - 1) < 1e-10
+            assert abs(mpmath.mpf(float(got.ntk[i, j])) / theta - 1) < 1e-10
+
+
+@pytest.mark.parametrize("name", ["silu", "elu"])
+def test_small_correlations_keep_their_digits(name):
+    # T(rho) = T'(0) rho + O(rho^2): by a difference of numbers near 1 it would be off by 1e-16 / rho
+    t, rho = Transition("weight_mean", name), 1e-9
+    assert float(t(rho)) / rho == pytest.approx(float(t.derivative(0.0)), rel=1e-8)
+    assert float(t(rho) / t(rho / 2)) == pytest.approx(2, rel=1e-8)
+
+
+@pytest.mark.parametrize(("kind", "depth"), [("straight", 3), ("weight_mean", 50)])
+def test_collinear_inputs_of_other_norm(kind, depth):
+    x = torch.randn(40, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    c = torch.linspace(0.1, 3.3, 40, dtype=torch.float64)
+    got = kernels(torch.cat([x, c[:, None] * x]), depth, Transition(kind))
+    assert torch.allclose(got.ntk[:40, 40:].diagonal(), c * got.ntk[:40, :40].diagonal(), rtol=1e-12)
+
+
+def test_opposite_inputs_share_no_relu():
+    x = torch.randn(40, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert float(kernels(x, 2, Transition(), -3 * x).ntk.diagonal().abs().max()) < 1e-14
+
+
+def test_collinear_inputs_part_after_a_bounded_activation(inputs):
+    both = kernels(inputs[:1], 3, Transition("straight", "tanh", 1.5), 2 * inputs[:1])
+    assert float(both.nngp[0, 0]) < math.sqrt(float(both.rows[0] * both.columns[0])) * (1 - 1e-9)
+
+
+def test_depth_may_be_any_integer(inputs):
+    assert kernels(inputs, np.int64(2), Transition()).ntk.shape == (6, 6)
 
 
 def test_finite_fan_in_enters_an_explicit_sigma_w2(inputs):
@@ -232,11 +297,17 @@ def test_off_diagonal_ntk_halves_per_layer():
         (lambda x, t: kernels(Gram(torch.tensor([[1.0, 2.0], [2.0, 1.0]])), 2, t), "correlation of 2"),
         (lambda x, t: kernels(Gram(torch.ones(2, 3), torch.ones(2), torch.ones(2)), 2, t), "2 columns"),
         (lambda x, t: kernels(Gram(torch.eye(2)), 2, t, x), "leave x2 out"),
+        (lambda x, t: kernels(Gram(torch.full((2, 2), math.nan)), 2, t), "non-finite"),
+        (lambda x, t: kernels(Gram(torch.eye(2), torch.ones(2)), 2, t), "both rows and columns"),
+        (lambda x, t: kernels(x, 3000, Transition(sigma_w2=1.0)), "dies out: below 1e-150 at layer"),
+        (lambda x, t: kernels(x, 1900, t), "tangent kernel became non-finite at layer 18"),
+        (lambda x, t: kernels(x.repeat(10, 1) * torch.rand(60, 1).double(), 2, Transition("straight", "elu")), "1830"),
+        (lambda x, t: kernels(x, 100, Transition("straight", "elu", 1.3)), "21 pairs"),
         (lambda x, t: residual_kernels(x, 0, t), "at least 1"),
         (lambda x, t: residual_kernels(x, 2, t, scale="cube"), "'sqrt'"),
         (lambda x, t: residual_kernels(x, 2, t, scale=[1.0]), "1 scales were given for 2"),
         (lambda x, t: kernels(x, 2, Transition(activation=torch.sign)), "has a step"),
-        (lambda x, t: kernels(x, 2000, Transition(sigma_w2=9.0)), "non-finite with depth"),
+        (lambda x, t: kernels(x, 2000, Transition(sigma_w2=9.0)), "explodes: above 1e150 at layer"),
     ],
 )
 def test_bad_input_is_named(call, says, inputs):

@@ -88,6 +88,27 @@ def test_tanh_meets_its_critical_line_where_the_slope_is_one():
     assert Transition("straight", "tanh", 0.95, 0.0).phase == "ordered"
 
 
+@pytest.mark.parametrize(("name", "w2"), [("tanh", 1.0), ("erf", math.pi / 4), ("softsign", 1.0)])
+def test_the_classic_edge_of_chaos_is_critical(name, w2):
+    t = Transition("straight", name, w2)
+    assert t.q_star == 0
+    assert t.chi1 == pytest.approx(1, abs=1e-12)
+    assert t.phase == "critical"
+    with pytest.raises(TheoryError, match="dies out"):
+        _ = t.fixed_points
+
+
+def test_fixed_points_are_not_rounding():
+    t = Transition("straight", "tanh", 1.0001)
+    assert t.phase == "chaotic"
+    expected = [(-1.0, "unstable"), (0.0, "stable"), (1.0, "unstable")]
+    assert [(p.rho, p.stability) for p in t.fixed_points] == expected
+    with pytest.raises(TheoryError, match="dies out"):
+        _ = Transition("straight", "gelu", 1.5).fixed_points
+    with pytest.raises(TheoryError, match="linear"):
+        _ = Transition("straight", "hardtanh", 1.0).fixed_points
+
+
 def test_stable_bias_keeps_unit_variance():
     for kind in ("straight", "weight_mean"):
         t = Transition(kind, "gelu", sigma_b2=0.3)

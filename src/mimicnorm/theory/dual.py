@@ -20,10 +20,11 @@ from .activations import Activation, resolve
 from .errors import TheoryError
 from .quadrature import CPU, legendre, normal_nodes
 
-MAX_PAIRS = 50_000  # of double quadratures in one call: about five minutes
+MAX_PAIRS = 1_500  # of double quadratures in one call: about a minute
 _SERIES_TERMS = 400
 _TABLE_DEGREE = 160
 _PIECES = 4096
+_SMALL = 0.03  # below this correlation a few Hermite terms are exact to rounding, kinks or not
 
 
 def dual(activation: Any, rho: Tensor | float, q1: float = 1.0, q2: float | None = None, **parameters: float) -> Tensor:
@@ -86,6 +87,11 @@ def leaky_slope(activation: Activation) -> float | None:
     return activation.parameters[0][1] if activation.name in ("leaky_relu", "prelu") else None
 
 
+def has_closed_form(activation: Activation) -> bool:
+    """Return whether no quadrature is needed at all."""
+    return leaky_slope(activation) is not None or activation.name in ("erf", "gelu")
+
+
 @lru_cache(maxsize=256)
 def require_continuous(activation: Activation) -> None:
     """Refuse an activation with a step: its derivative kernel is infinite at correlation 1."""
@@ -111,23 +117,24 @@ def mean_at(activation: Activation, q: Tensor) -> Tensor:
     return _each_unique(q, lambda value: _power_at(activation, value)[0])
 
 
-def power_at(activation: Activation, q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E[phi(sqrt(q) z)^2] and E[phi'(sqrt(q) z)^2] per variance in q: the dual on the diagonal."""
-    closed = _closed_form(activation, q, q, torch.ones_like(q))
+def power_at(activation: Activation, q: Tensor, centred: bool = False) -> tuple[Tensor, Tensor]:
+    """Return `pair_moments` at correlation 1, per variance in q."""
+    closed = _closed_form(activation, q, q, torch.ones_like(q), centred)
     if closed is not None:
         return closed
     return (
-        _each_unique(q, lambda value: _power_at(activation, value)[1]),
+        _each_unique(q, lambda value: _power_at(activation, value)[3 if centred else 1]),
         _each_unique(q, lambda value: _power_at(activation, value)[2]),
     )
 
 
 @lru_cache(maxsize=65536)
-def _power_at(activation: Activation, q: float) -> tuple[float, float, float]:
+def _power_at(activation: Activation, q: float) -> tuple[float, float, float, float]:
     z, w = normal_nodes(activation.kinks, math.sqrt(q))
     x = math.sqrt(q) * z
     phi, slope = activation(x).detach(), activation.derivative(x)
-    return float((w * phi).sum()), float((w * phi**2).sum()), float((w * slope**2).sum())
+    mean = float((w * phi).sum())
+    return mean, float((w * phi**2).sum()), float((w * slope**2).sum()), float((w * (phi - mean) ** 2).sum())
 
 
 def _each_unique(q: Tensor, function: Any) -> Tensor:
@@ -135,32 +142,51 @@ def _each_unique(q: Tensor, function: Any) -> Tensor:
     return torch.tensor([function(float(v)) for v in values], dtype=torch.float64, device=q.device)[where]
 
 
-def pair_moments(activation: Activation, q1: Tensor, q2: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
-    """Return E[phi(u) phi(v)] and E[phi'(u) phi'(v)] over broadcast variances and correlations."""
-    closed = _closed_form(activation, q1, q2, rho)
+def pair_moments(
+    activation: Activation, q1: Tensor, q2: Tensor, rho: Tensor, centred: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Return E[phi(u) phi(v)] and E[phi'(u) phi'(v)] over broadcast variances and correlations.
+
+    With `centred` the first is the covariance of phi(u) and phi(v), to relative accuracy: a difference of
+    E[phi(u) phi(v)] and the means would lose what is left of a small correlation.
+    """
+    closed = _closed_form(activation, q1, q2, rho, centred)
     if closed is not None:
         return closed
     equal = q1.numel() == q2.numel() == 1 and float(q1) == float(q2)
     if not (equal and rho.numel() > _PIECES):
         c1, c2 = hermite(activation, q1), hermite(activation, q2)
         if c1 is not None and c2 is not None:
-            return sum_series(c1, c2, rho, torch.sqrt(q1 * q2))
+            return sum_series(c1, c2, rho, torch.sqrt(q1 * q2), centred)
     if equal:
-        return _from_table(activation, float(q1), rho)
-    q1, q2, rho = torch.broadcast_tensors(q1, q2, rho)
-    if rho.numel() > MAX_PAIRS:
+        value, slope = _from_table(activation, float(q1), rho)
+    else:
+        require_few_pairs(activation, math.prod(torch.broadcast_shapes(q1.shape, q2.shape, rho.shape)))
+        q1, q2, rho = torch.broadcast_tensors(q1, q2, rho)
+        rows = zip(*(t.flatten().tolist() for t in (q1, q2, rho)), strict=True)
+        flat = [_double_quadrature(activation, *row) for row in rows]
+        value, slope = torch.tensor(flat, dtype=torch.float64, device=rho.device).reshape(*rho.shape, 2).unbind(-1)
+    if not centred:
+        return value, slope
+    covariance = value - mean_at(activation, q1) * mean_at(activation, q2)
+    few = _low_order(activation, q1) * _low_order(activation, q2)
+    series = (few * rho.clamp(-_SMALL, _SMALL)[..., None] ** torch.arange(1, few.shape[-1] + 1)).sum(-1)
+    return torch.where(rho.abs() < _SMALL, series, covariance), slope
+
+
+def require_few_pairs(activation: Activation, pairs: int, layers: int = 1) -> None:
+    """Refuse more double quadratures than anybody would wait for."""
+    if pairs * layers > MAX_PAIRS:
         raise TheoryError(
-            f"{activation.name!r} has no closed form and {rho.numel()} pairs of unequal variance would each "
-            f"need a double quadrature (limit {MAX_PAIRS}). Normalise the inputs or use fewer points."
+            f"{activation.name!r} has no closed form, and {pairs} pairs of unequal variance in {layers} layer(s) "
+            f"would each need a double quadrature of 10 to 100 ms (limit {MAX_PAIRS}, about a minute). Give all "
+            "inputs one norm, which needs none, or use fewer points."
         )
-    flat = [
-        _double_quadrature(activation, *row) for row in zip(*(t.flatten().tolist() for t in (q1, q2, rho)), strict=True)
-    ]
-    both = torch.tensor(flat, dtype=torch.float64, device=rho.device).reshape(*rho.shape, 2)
-    return both[..., 0], both[..., 1]
 
 
-def _closed_form(act: Activation, q1: Tensor, q2: Tensor, rho: Tensor) -> tuple[Tensor, Tensor] | None:
+def _closed_form(
+    act: Activation, q1: Tensor, q2: Tensor, rho: Tensor, centred: bool = False
+) -> tuple[Tensor, Tensor] | None:
     slope = leaky_slope(act)
     if slope is not None:
         # phi = a x + b |x|; E|u||v| is the arc-cosine kernel of degree 1 (paper eq. 4), its derivative that
@@ -168,7 +194,8 @@ def _closed_form(act: Activation, q1: Tensor, q2: Tensor, rho: Tensor) -> tuple[
         a2, b2 = ((1 + slope) / 2) ** 2, ((1 - slope) / 2) ** 2 * 2 / math.pi
         root, angle = torch.sqrt((1 - rho) * (1 + rho)), torch.asin(rho)
         scale = torch.sqrt(q1 * q2)
-        return scale * (a2 * rho + b2 * (root + rho * angle)), (a2 + b2 * angle) + 0 * scale
+        bend = -(rho**2) / (1 + root) if centred else root  # root - 1 without its cancellation
+        return scale * (a2 * rho + b2 * (bend + rho * angle)), (a2 + b2 * angle) + 0 * scale
     cov = torch.sqrt(q1 * q2) * rho
     if act.name == "erf":
         product = (1 + 2 * q1) * (1 + 2 * q2)
@@ -181,7 +208,9 @@ def _closed_form(act: Activation, q1: Tensor, q2: Tensor, rho: Tensor) -> tuple[
         density = 1 / (2 * math.pi * torch.sqrt(determinant))
         both_positive = 0.25 + torch.asin(cov / torch.sqrt(product)) / (2 * math.pi)
         sides = 1 / (1 + q1) + 1 / (1 + q2)
-        value = cov * both_positive + density * (q1 * q2 + cov**2 * (sides - 1))
+        # centred: density less its value at correlation 0, again without the cancellation
+        excess = density * cov**2 / (product + torch.sqrt(product * determinant)) if centred else density
+        value = cov * both_positive + excess * q1 * q2 + density * cov**2 * (sides - 1)
         return value, both_positive + density * cov * (sides + 1 / determinant)
     return None
 
@@ -208,20 +237,35 @@ def _hermite_at(activation: Activation, q: float) -> Tensor | None:
 def _hermite_of(activation: Activation, q: Tensor) -> Tensor | None:
     z, w = normal_nodes((), math.sqrt(float(q.max())))
     x = torch.sqrt(q)[:, None] * z
-    phi, slope = activation(x).detach() * w, activation.derivative(x) ** 2 @ w
-    polynomials = torch.empty(_SERIES_TERMS, len(z), dtype=torch.float64, device=CPU)
-    polynomials[0], polynomials[1] = 1.0, z
-    for k in range(1, _SERIES_TERMS - 1):
-        polynomials[k + 1] = (z * polynomials[k] - math.sqrt(k) * polynomials[k - 1]) / math.sqrt(k + 1)
-    a = phi @ polynomials.T
+    a = activation(x).detach() * w @ _polynomials(z, _SERIES_TERMS).T
+    slope = activation.derivative(x) ** 2 @ w
     order = torch.arange(_SERIES_TERMS, dtype=torch.float64, device=CPU)
     if bool(((order * a**2).sum(1) / q - slope).abs().max() > 1e-12 * slope.max()):
         return None
     return a
 
 
-def sum_series(c1: Tensor, c2: Tensor, rho: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Return sum_k c1_k c2_k rho^k and its derivative by the covariance scale * rho."""
+def _polynomials(z: Tensor, terms: int) -> Tensor:
+    found = [torch.ones_like(z), z]
+    for k in range(1, terms - 1):
+        found.append((z * found[k] - math.sqrt(k) * found[k - 1]) / math.sqrt(k + 1))
+    return torch.stack(found)
+
+
+def _low_order(activation: Activation, q: Tensor) -> Tensor:
+    """Return the Hermite coefficients 1 to 11 of phi(sqrt(q) z), also of kinked functions."""
+    values, where = torch.unique(q, return_inverse=True)
+    return torch.stack([_low_order_at(activation, v) for v in values.tolist()]).to(q.device)[where]
+
+
+@lru_cache(maxsize=4096)
+def _low_order_at(activation: Activation, q: float) -> Tensor:
+    z, w = normal_nodes(activation.kinks, math.sqrt(q))
+    return _polynomials(z, 12)[1:] @ (w * activation(math.sqrt(q) * z).detach())
+
+
+def sum_series(c1: Tensor, c2: Tensor, rho: Tensor, scale: Tensor, centred: bool = False) -> tuple[Tensor, Tensor]:
+    """Return sum_k c1_k c2_k rho^k, from k = 1 if centred, and its derivative by the covariance scale * rho."""
     # drop the terms that cannot matter at the largest |rho| present
     order = torch.arange(c1.shape[-1], dtype=torch.float64, device=rho.device)
     size = (c1.abs().flatten(0, -2).amax(0) * c2.abs().flatten(0, -2).amax(0)) if c1.dim() > 1 else (c1 * c2).abs()
@@ -230,12 +274,12 @@ def sum_series(c1: Tensor, c2: Tensor, rho: Tensor, scale: Tensor) -> tuple[Tens
     if rho.numel() * terms < 2**16:  # few values: all powers at once are faster than a loop over terms
         products, order = (c1 * c2)[..., :terms], order[:terms]
         powers = rho[..., None] ** order
-        value = (products * powers).sum(-1)
+        value = (products * powers)[..., int(centred) :].sum(-1)
         return value, (products[..., 1:] * order[1:] * powers[..., :-1]).sum(-1) / scale
     value, slope = torch.zeros_like(rho), torch.zeros_like(rho)
     for k in reversed(range(min(terms, len(order)))):  # Horner, with its derivative alongside
         slope = slope * rho + value
-        value = value * rho + c1[..., k] * c2[..., k]
+        value = value * rho if centred and k == 0 else value * rho + c1[..., k] * c2[..., k]
     return value, slope / scale
 
 

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .dual import mean_at, power_at
 from .errors import TheoryError
 from .kernels import block_scales, layerwise, residual_kernels
 from .montecarlo import correlation_band, gradient_growth
@@ -230,8 +229,7 @@ def phase(inputs: Tensor | None = None, seed: int = 0) -> Figure:
         t = Transition(kind, activation)
         # along the curve chi1 = 1 at variance q: sigma_w2 = 1 / E[phi'^2], and sigma_b2 is what q leaves
         q = torch.logspace(-4, 2.3, 300, dtype=torch.float64)
-        power, slope = power_at(t.activation, q)
-        power = power - mean_at(t.activation, q) ** 2 if t.centred else power
+        power, slope = t.layer_power(q)
         w, b = (1 / slope).sqrt(), (q - power / slope).clamp(min=0).sqrt()
         top = 1.0
         if activation == "relu":

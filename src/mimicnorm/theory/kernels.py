@@ -17,13 +17,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .activations import Activation
-from .dual import hermite, mean_at, pair_moments, power_at, require_continuous, sum_series
+from .dual import (
+    has_closed_form,
+    hermite,
+    leaky_slope,
+    mean_at,
+    pair_moments,
+    power_at,
+    require_continuous,
+    require_few_pairs,
+    sum_series,
+)
 from .errors import TheoryError
 from .transition import Transition, check_depth
 
@@ -65,10 +73,13 @@ class _State:
     q2: Tensor
     same: bool
     identical: Tensor  # pairs that are one and the same input
+    collinear: Tensor  # pairs of correlation exactly 1
+    layers: int  # transitions to come in all
+    layer: int = 1  # weight layers so far
 
-    def blocks(self) -> Iterator[tuple[slice, slice]]:
-        """Yield row and column ranges small enough to stay in the processor's cache."""
-        height = max(1, 2**15 // len(self.q2))
+    def blocks(self, slow: bool) -> Iterator[tuple[slice, slice]]:
+        """Yield row and column ranges small enough for the processor's cache; slow: no pair twice."""
+        height = 1 if slow else max(1, 2**15 // len(self.q2))
         for row in range(0, len(self.q1), height):
             yield slice(row, row + height), slice(row if self.same else 0, None)
 
@@ -98,8 +109,8 @@ def kernels(
         >>> kernels(x, 3, Transition("weight_mean")).ntk.diagonal().round(decimals=4)[0]
         tensor(4.6189, dtype=torch.float64)
     """
-    check_depth(depth)
-    state = _start(x, x2, first_w2, first_b2)
+    depth = check_depth(depth)
+    state = _start(x, x2, first_w2, first_b2, depth - 1)
     for _ in range(depth - 1):
         state = _layer(state, transition)
     return _finish(state)
@@ -115,8 +126,8 @@ def layerwise(
     first_b2: float = 0.0,
 ) -> Iterator[Kernels]:
     """Yield the kernels after layer 1, 2, ..., depth; arguments as for `kernels`."""
-    check_depth(depth)
-    state = _start(x, x2, first_w2, first_b2)
+    depth = check_depth(depth)
+    state = _start(x, x2, first_w2, first_b2, depth - 1)
     yield _finish(state)
     for _ in range(depth - 1):
         state = _layer(state, transition)
@@ -157,16 +168,15 @@ def residual_kernels(
         >>> residual_kernels(x, 8, Transition("weight_mean")).rows.round(decimals=10)
         tensor([9., 9., 9.], dtype=torch.float64)
     """
-    check_depth(blocks)
-    check_depth(layers_per_block)
+    blocks, layers_per_block = check_depth(blocks), check_depth(layers_per_block)
     scales = block_scales(scale, blocks)
-    state = _start(x, x2, first_w2, first_b2)
+    state = _start(x, x2, first_w2, first_b2, blocks * layers_per_block + readout)
     for s in scales:
         branch = state
         for _ in range(layers_per_block):
             branch = _layer(branch, transition)
         state = replace(
-            state,
+            branch,
             k=state.k + s**2 * branch.k,
             theta=state.theta + s**2 * branch.theta,
             q1=state.q1 + s**2 * branch.q1,
@@ -196,13 +206,16 @@ def _inputs(x: Tensor, name: str) -> Tensor:
     return x.detach().flatten(1).to(torch.float64)
 
 
-def _start(x: Tensor | Gram, x2: Tensor | None, first_w2: float, first_b2: float) -> _State:
+def _start(x: Tensor | Gram, x2: Tensor | None, first_w2: float, first_b2: float, layers: int) -> _State:
     if not (first_w2 > 0 and first_b2 >= 0):
         raise TheoryError(f"first_w2 = {first_w2} must be positive and first_b2 = {first_b2} at least 0.")
     if isinstance(x, Gram):
         if x2 is not None:
             raise TheoryError("a Gram holds both sides already: leave x2 out and give Gram its rows and columns.")
-        cross, same = x.cross.detach().to(torch.float64), x.rows is None
+        if (x.rows is None) != (x.columns is None):
+            raise TheoryError("a Gram takes both rows and columns, or neither when it is square and symmetric.")
+        cross, same = torch.as_tensor(x.cross).detach().to(torch.float64), x.rows is None
+        _require_finite("kernel", cross)
         if same and (cross.dim() != 2 or cross.shape[0] != cross.shape[1] or not torch.allclose(cross, cross.T)):
             raise TheoryError(f"Gram of shape {tuple(cross.shape)} is not symmetric: give its rows and columns.")
         q1 = cross.diagonal() if x.rows is None else x.rows.to(torch.float64)
@@ -217,8 +230,7 @@ def _start(x: Tensor | Gram, x2: Tensor | None, first_w2: float, first_b2: float
         n0, same = a.shape[1], x2 is None
         cross, q1, q2 = a @ b.T / n0, (a**2).sum(1) / n0, (b**2).sum(1) / n0
     for name, t in (("kernel", cross), ("variance", q1), ("variance", q2)):
-        if not bool(torch.isfinite(t).all()):
-            raise TheoryError(f"the input {name} has non-finite entries; look for NaN or infinity in the inputs.")
+        _require_finite(name, t)
     q1, q2, cross = (first_w2 * t + first_b2 for t in (q1, q2, cross))
     for side, q in (("x", q1), ("x2", q2)):
         if not bool((q > 0).all()):
@@ -228,11 +240,16 @@ def _start(x: Tensor | Gram, x2: Tensor | None, first_w2: float, first_b2: float
     if excess > 1 + 1e-10:
         raise TheoryError(f"the Gram matrix implies a correlation of {float(excess):.6g}: it is not positive definite.")
     # rho = 1 is unstable under weight mean: a rounding error at equal inputs would grow by chi1 per layer
-    identical = cross >= torch.sqrt(q1[:, None] * q2) * (1 - 1e-14)
-    identical &= (q1[:, None] - q2).abs() <= 1e-14 * q2
+    collinear = cross >= torch.sqrt(q1[:, None] * q2) * (1 - 1e-14)
     if same:
-        identical.diagonal().fill_(True)
-    return _State(cross, cross, q1, q2, same, identical)
+        collinear.diagonal().fill_(True)
+    identical = collinear & ((q1[:, None] - q2).abs() <= 1e-14 * q2)
+    return _State(cross, cross, q1, q2, same, identical, collinear, layers)
+
+
+def _require_finite(name: str, t: Tensor) -> None:
+    if not bool(torch.isfinite(t).all()):
+        raise TheoryError(f"the input {name} has non-finite entries; look for NaN or infinity in the inputs.")
 
 
 @contextmanager
@@ -255,46 +272,62 @@ def _layer(state: _State, t: Transition) -> _State:
     phi, w2, bias = t.activation, t.effective_w2, t.sigma_b2
     q = state.q1[0]
     equal = bool(((state.q1 - q).abs() <= 1e-14 * q).all() & ((state.q2 - q).abs() <= 1e-14 * q).all())
-    power1, power2 = (_each(power_at, phi, side, equal)[0] for side in (state.q1, state.q2))
-    mean1, mean2 = (_each(mean_at, phi, side, equal) if t.centred else 0 * side for side in (state.q1, state.q2))
-    constant = 0.0
+    power1, power2 = (_each(lambda q: power_at(phi, q, t.centred)[0], side, equal) for side in (state.q1, state.q2))
+    shift1, shift2 = torch.zeros_like(state.q1), torch.zeros_like(state.q2)
     if t.kind == "batch_norm":
         # E[(phi - c)(phi' - c)] with the channel mean c over x, whose pairs are taken as uncorrelated
-        constant = float(mean1.mean())
-        w2, bias = 1 / float(power1.mean() - constant**2), 0.0
-
-    def centred(second: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        if t.kind == "batch_norm":
-            return second - constant * (a + b) + constant**2
-        return second - a * b
-
-    series = None if equal else tuple(hermite(phi, side) for side in (state.q1, state.q2))
-    k, theta = torch.empty_like(state.k), torch.empty_like(state.theta)
-    for rows, columns in state.blocks():
+        mean1, mean2 = (_each(lambda q: mean_at(phi, q), side, equal) for side in (state.q1, state.q2))
+        shift1, shift2 = mean1 - mean1.mean(), mean2 - mean1.mean()
+        w2, bias = 1 / float((power1 + shift1**2).mean()), 0.0
+    # x and c x stay collinear where the layer is homogeneous; elsewhere only equal inputs stay equal
+    homogeneous = leaky_slope(phi) is not None and bias == 0 and t.kind != "batch_norm"
+    one = state.collinear if homogeneous else state.identical
+    left_series, right_series = (None if equal else hermite(phi, side) for side in (state.q1, state.q2))
+    slow = not equal and not has_closed_form(phi) and (left_series is None or right_series is None)
+    if slow:
+        m, m2 = state.k.shape
+        require_few_pairs(phi, m * (m + 1) // 2 if state.same else m * m2, state.layers)
+    k, theta, finite = torch.empty_like(state.k), torch.empty_like(state.theta), True
+    for rows, columns in state.blocks(slow):
         left, right = state.q1[rows, None], state.q2[columns]
         rho = (state.k[rows, columns] / torch.sqrt(left * right)).clamp_(-1.0, 1.0)
-        rho.masked_fill_(state.identical[rows, columns], 1.0)
+        rho.masked_fill_(one[rows, columns], 1.0)
+        rho = torch.where(rho.abs() > 1 - 1e-15, rho.sign(), rho)  # rounding, which arccos would make 1e-8
         if equal:
-            value, slope = pair_moments(phi, q, q, rho)
-        elif series is None or series[0] is None or series[1] is None:
-            value, slope = pair_moments(phi, left, right, rho)
+            value, slope = pair_moments(phi, q, q, rho, t.centred)
+        elif left_series is None or right_series is None:
+            value, slope = pair_moments(phi, left, right, rho, t.centred)
         else:
-            value, slope = sum_series(series[0][rows, None], series[1][columns], rho, torch.sqrt(left * right))
-        block = w2 * centred(value, mean1[rows, None], mean2[columns]) + bias
+            both = left_series[rows, None], right_series[columns]
+            value, slope = sum_series(*both, rho, torch.sqrt(left * right), t.centred)
+        if t.kind == "batch_norm":
+            value = value + shift1[rows, None] * shift2[columns]
+        block = w2 * value + bias
         k[rows, columns] = block
-        theta[rows, columns] = block + w2 * slope * state.theta[rows, columns]
-    q1, q2 = w2 * centred(power1, mean1, mean1) + bias, w2 * centred(power2, mean2, mean2) + bias
-    if not bool(torch.isfinite(q1).all() & torch.isfinite(q2).all()):
-        raise TheoryError("the kernel became non-finite with depth: sigma_w2 is too large for this activation.")
-    return replace(state, k=k, theta=theta, q1=q1, q2=q2)
+        theta[rows, columns] = block = block + w2 * slope * state.theta[rows, columns]
+        finite = finite and bool(torch.isfinite(block).all())
+    q1, q2 = w2 * (power1 + shift1**2) + bias, w2 * (power2 + shift2**2) + bias
+    _require_range(torch.cat([q1, q2]), finite, state.layer + 1)
+    return replace(state, k=k, theta=theta, q1=q1, q2=q2, collinear=one, layer=state.layer + 1)
 
 
-def _each(moment: Callable[..., Any], phi: Activation, q: Tensor, equal: bool) -> Any:
+def _require_range(q: Tensor, finite: bool, layer: int) -> None:
+    """Refuse kernels that float64 cannot hold."""
+    if bool((q < 1e-150).any()):
+        raise TheoryError(
+            f"the variance dies out: below 1e-150 at layer {layer}. Use a larger sigma_w2 or fewer layers."
+        )
+    if not bool((q < 1e150).all()):
+        raise TheoryError(
+            f"the variance explodes: above 1e150 at layer {layer}. Use a smaller sigma_w2 or fewer layers."
+        )
+    if not finite:
+        raise TheoryError(f"the tangent kernel became non-finite at layer {layer}: it grows by chi1 with each layer.")
+
+
+def _each(moment: Callable[[Tensor], Tensor], q: Tensor, equal: bool) -> Tensor:
     """Return a moment per point, computed once when all variances are equal."""
-    if not equal:
-        return moment(phi, q)
-    found = moment(phi, q[0])
-    return tuple(t.expand_as(q) for t in found) if isinstance(found, tuple) else found.expand_as(q)
+    return moment(q[0]).expand_as(q) if equal else moment(q)
 
 
 def _finish(state: _State) -> Kernels:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
+import operator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from itertools import pairwise
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from .activations import Activation, resolve
-from .dual import check_correlation, leaky_slope, mean_at, pair_moments, power_at, require_continuous
+from .dual import check_correlation, leaky_slope, pair_moments, power_at, require_continuous
 from .errors import TheoryError
 
 KINDS = ("straight", "weight_mean", "batch_norm")
@@ -99,8 +101,7 @@ class Transition:
 
     def layer_power(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return E[phi^2], less the squared mean where the layer centres, and E[phi'^2], at variances q."""
-        power, slope = power_at(self._phi, q)
-        return (power - mean_at(self._phi, q) ** 2 if self.centred else power), slope
+        return power_at(self._phi, q, self.centred)
 
     @property
     def _phi(self) -> Activation:
@@ -157,9 +158,8 @@ class Transition:
         """Return the correlation after one layer."""
         rho = check_correlation(rho)
         q, bias, after = self._reference
-        value, _ = pair_moments(self._phi, _scalar(q), _scalar(q), rho)
-        mean = float(mean_at(self._phi, _scalar(q))) if self.centred else 0.0
-        mapped = (self.effective_w2 * (value - mean**2) + bias) / after
+        value, _ = pair_moments(self._phi, _scalar(q), _scalar(q), rho, self.centred)
+        mapped = (self.effective_w2 * value + bias) / after
         # exactly 1 at 1: under a chaotic map the rounding error would grow by chi1 per layer
         return torch.where(rho == 1, 1.0, mapped.clamp(-1.0, 1.0))
 
@@ -174,8 +174,15 @@ class Transition:
     def chi1(self) -> float:
         """sigma_w2 E[phi'(sqrt(q*) z)^2]: the gradients' growth, and T'(1) when 0 < q* < inf."""
         require_continuous(self._phi)
-        q = self.q_star if 0 < self.q_star < math.inf else self._reference[0]
+        if self.q_star == 0:
+            return self.effective_w2 * sum(s**2 for s in self._slopes_at_zero) / 2
+        q = self.q_star if self.q_star < math.inf else self._reference[0]
         return self.effective_w2 * float(self.layer_power(_scalar(q))[1])
+
+    @property
+    def _slopes_at_zero(self) -> list[float]:
+        """phi'(0-) and phi'(0+): all that a dying variance sees of phi."""
+        return self._phi.derivative(torch.tensor([-1e-150, 1e-150], dtype=torch.float64)).tolist()
 
     @cached_property
     def phase(self) -> str:
@@ -189,17 +196,23 @@ class Transition:
     @cached_property
     def fixed_points(self) -> tuple[FixedPoint, ...]:
         """All correlations with T(rho) = rho, in ascending order, with their stability."""
+        if self.q_star == 0 and len(set(self._slopes_at_zero)) == 1:
+            raise TheoryError(
+                f"the variance of this {self._phi.name} network dies out with depth, where {self._phi.name} is linear "
+                "and keeps every correlation: there are no fixed points. Use a larger sigma_w2, or a bias."
+            )
         # even in theta, which spreads the points near +-1 where roots crowd
         grid = torch.cos(torch.linspace(math.pi, 0, 2001, dtype=torch.float64))
         grid[0], grid[1000], grid[-1] = -1.0, 0.0, 1.0
         gap = self(grid) - grid
-        if bool((gap.abs() < 1e-13).all()):
+        clear = gap.abs() >= 1e-12  # the others have no sign: tables are exact to 1e-13
+        if not bool(clear.any()):
             raise TheoryError(f"every correlation is a fixed point: {self._phi.name} acts as a linear map here.")
-        roots = [float(x) for x, g in zip(grid, gap, strict=True) if abs(float(g)) < 1e-14]
-        for i in range(len(grid) - 1):
-            ends = gap[i], gap[i + 1]
-            if min(map(abs, ends)) >= 1e-14 and bool(ends[0] * ends[1] < 0):
-                roots.append(self._bisect(float(grid[i]), float(grid[i + 1])))
+        roots = [float(grid[i]) for i in (0, 1000, 2000) if not clear[i]]
+        for i, j in pairwise(clear.nonzero().flatten().tolist()):
+            known = any(float(grid[i]) < root < float(grid[j]) for root in roots)
+            if not known and bool(gap[i] * gap[j] < 0):
+                roots.append(self._bisect(float(grid[i]), float(grid[j])))
         return tuple(self._classify(rho) for rho in sorted(roots))
 
     def _bisect(self, low: float, high: float) -> float:
@@ -210,7 +223,8 @@ class Transition:
         return (low + high) / 2
 
     def _classify(self, rho: float) -> FixedPoint:
-        slope = float(self.derivative(rho))
+        bounded = 0 < self.q_star < math.inf
+        slope = self.chi1 if rho == 1 and bounded else float(self.derivative(rho))  # as `phase` sees it
         if abs(slope - 1) < 1e-9:
             return FixedPoint(rho, slope, "marginal")
         return FixedPoint(rho, slope, "stable" if abs(slope) < 1 else "unstable")
@@ -241,17 +255,22 @@ class Transition:
             >>> [round(x, 4) for x in Transition("weight_mean").iterate(0.5, 3).tolist()]
             [0.5, 0.4264, 0.3559, 0.2909]
         """
-        check_depth(depth)
+        depth = check_depth(depth)
         path = [check_correlation(rho)]
         for _ in range(depth):
             path.append(self(path[-1]))
         return torch.stack(path)
 
 
-def check_depth(depth: int) -> None:
-    """Refuse a number of layers below 1."""
-    if isinstance(depth, bool) or not isinstance(depth, int) or depth < 1:
+def check_depth(depth: SupportsIndex) -> int:
+    """Return a number of layers as int, refusing what is none."""
+    try:
+        count = operator.index(depth)
+    except TypeError:
+        count = 0
+    if isinstance(depth, bool) or count < 1:
         raise TheoryError(f"depth counts weight layers: it must be an integer of at least 1, not {depth!r}.")
+    return count
 
 
 def _scalar(q: float) -> Tensor:
