@@ -54,4 +54,4 @@ def test_replay_gives_the_known_value_and_the_known_gradient():
     assert torch.equal(out, value)
     (5 * out).sum().backward()
     assert torch.equal(z.grad, grad)
-    assert replay.deviations["fc", 0].item() == pytest.approx(0.5)
+    assert replay.deviations["fc: the logits"][0].item() == pytest.approx(0.5)

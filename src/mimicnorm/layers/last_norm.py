@@ -7,9 +7,11 @@ it says so when a batch reaches it in pieces.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -25,7 +27,24 @@ from mimicnorm.layers.derive import Derived, derive
 
 
 class AccumulationWarning(UserWarning):
-    """Gradients of several small batches were added up through a LastNorm: not the gradient of the large one."""
+    """Gradients of several small batches were added up through a LastNorm: not the gradient of the large one.
+
+    Also given where a network's gradients are added up only to be thrown away, as those of a GAN's discriminator in
+    the generator's step: freeze it there (``requires_grad_(False)``), which saves their computation, too.
+    """
+
+
+_refusal: ContextVar[str | None] = ContextVar("refusal", default=None)
+
+
+@contextlib.contextmanager
+def refused(why: str) -> Iterator[None]:
+    """Let a LastNorm that normalises over the batch inside be an error: only a piece of the batch is there."""
+    token = _refusal.set(why)
+    try:
+        yield
+    finally:
+        _refusal.reset(token)
 
 
 class LastNorm(_BatchNorm):
@@ -69,7 +88,9 @@ class LastNorm(_BatchNorm):
         if not self.training:
             normed = self._batch_norm(classes_first, 0.0)
         else:
-            self._accumulation.watch(input)
+            if not torch.compiler.is_compiling():
+                _require_whole()
+                self._accumulation.watch(input)
             if world_size() > 1 and not isinstance(input, FakeTensor) and not input.is_meta:
                 normed = _outside_graphs(_over_all_ranks, self, classes_first)
             else:
@@ -103,6 +124,15 @@ class LastNorm(_BatchNorm):
     def extra_repr(self) -> str:
         """Show classes and where they are."""
         return f"{self.num_features}, dim={self.dim}, eps={self.eps}, momentum={self.momentum}"
+
+
+def _require_whole() -> None:
+    why = _refusal.get()
+    if why is not None:
+        raise MicroBatchError(
+            f"{why}. Give backward the module itself as loss_fn (LastNormCrossEntropy, or an nn.Module that has it as "
+            "a child), not a function around it"
+        )
 
 
 def _outside_graphs(function: Callable[..., Tensor], *args: Any) -> Tensor:
@@ -171,41 +201,54 @@ class _Accumulation:
     """Notices, in the backward pass, that gradients of an earlier batch are still there.
 
     Looks at one parameter near the logits. A second backward of the same forward is not accumulation, nor are two
-    forwards under one backward.
+    forwards under one backward, nor a backward that leaves the parameter alone (``autograd.grad`` for the inputs).
     """
+
+    warned_in: int | None = None
+    """The backward pass that last gave the warning, of any head: one with two heads is told once."""
 
     def __init__(self) -> None:
         self.active = True
         self.forwards = 0
         self.last_forward: int | None = None
         self.last_task: int | None = None
+        self.expected: int | None = None
 
     def watch(self, logits: Tensor) -> None:
         """Let the backward pass through these logits report."""
-        if torch.compiler.is_compiling() or not self.active or not logits.requires_grad:
+        if not self.active or not logits.requires_grad:
             return
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return
-        parameter = _parameter_near(logits)
-        if parameter is None:
+        node = _parameter_near(logits)
+        if node is None:
             return
         self.forwards += 1
         this = self.forwards
 
         def passed(_grad: Tensor) -> None:
-            self._passed(this, parameter)
+            self._passed(this, node)
 
         logits.register_hook(passed)
 
-    def _passed(self, this: int, parameter: Tensor) -> None:
+    def _passed(self, this: int, node: Any) -> None:
+        if not torch._C._will_engine_execute_node(node):
+            return
         task = torch._C._current_graph_task_id()
         earlier = self.last_forward is not None and self.last_forward != this and self.last_task != task
         self.last_forward, self.last_task = this, task
-        held = parameter.grad
-        if not self.active or not earlier or held is None or type(held) is not Tensor:
+        held = node.variable.grad
+        expected, self.expected = self.expected, None
+        if not self.active or held is None or type(held) is not Tensor:
             return
-        self.active = False  # warned, or cleared by filling with zeros: no second look, it would cost a sync
-        if held.any():
+        # Adding to a gradient writes it once. If it was written more often since (zeroed, clipped), do not look at
+        # its values, which would cost a synchronisation in every step of a training that clears with zeros.
+        self.expected = held._version + 1
+        if not earlier or (expected is not None and held._version != expected) or not held.any():
+            return
+        self.active = False
+        if _Accumulation.warned_in != task:
+            _Accumulation.warned_in = task
             warnings.warn(
                 "gradients are being accumulated over several batches through a LastNorm: each batch was "
                 "normalised by itself, so the sum is not the gradient of the large batch. Use "
@@ -215,8 +258,8 @@ class _Accumulation:
             )
 
 
-def _parameter_near(logits: Tensor, reach: int = 32) -> Tensor | None:
-    """The first trainable leaf found backwards from the logits: the head's bias or weight."""
+def _parameter_near(logits: Tensor, reach: int = 32) -> Any:
+    """The graph's node of the first trainable leaf found backwards from the logits: the head's bias or weight."""
     nodes = [logits.grad_fn]
     for _ in range(reach):
         if not nodes:
@@ -226,7 +269,7 @@ def _parameter_near(logits: Tensor, reach: int = 32) -> Tensor | None:
             continue
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter):
-            return leaf
+            return node
         nodes += [n for n, _ in node.next_functions]
     return None
 

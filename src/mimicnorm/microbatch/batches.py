@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -30,6 +31,10 @@ class MicroBatch:
     kwargs: dict
     targets: Any
 
+    def versions(self) -> list[int]:
+        """How often each input tensor has been written."""
+        return [_version(t) for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
+
     def __str__(self) -> str:
         return f"micro-batch {self.index} (samples {self.first} to {self.first + self.size - 1})"
 
@@ -38,8 +43,8 @@ def split(inputs: Any, targets: Any, micro_batch: int) -> list[MicroBatch]:
     """Cut a batch into micro-batches; the last may be smaller.
 
     Args:
-        inputs: A tensor, a tuple of call arguments or a dict of keyword arguments. Tensors are cut along their
-            first dimension; everything else goes to each micro-batch as it is.
+        inputs: A tensor, a tuple of call arguments or a dict of keyword arguments. Tensors and NumPy arrays are cut
+            along their first dimension; everything else goes to each micro-batch as it is.
         targets: Any structure, cut likewise.
         micro_batch: Samples in each.
 
@@ -53,18 +58,20 @@ def split(inputs: Any, targets: Any, micro_batch: int) -> list[MicroBatch]:
         )
     args, kwargs = _call(inputs)
     size = _size((args, kwargs), "inputs")
-    if any(len(t) != size for t in _with_samples(targets)):
-        shapes = [tuple(t.shape) for t in _with_samples(targets)]
+    if any(len(t) != size for t in samples_in(targets)):
+        shapes = [tuple(t.shape) for t in samples_in(targets)]
         raise MicroBatchError(
             f"the inputs have {size} samples, the targets have shapes {shapes}: each tensor's first dimension must "
             "count the samples; give what belongs to all samples as a number or a 0-d tensor"
         )
+    _refuse_lists((args, kwargs), size)
+    _refuse_lists(targets, size)
     pieces = []
     for first in range(0, size, micro_batch):
         last = min(first + micro_batch, size)
 
         def cut(x: Any, first: int = first, last: int = last) -> Any:
-            return x[first:last] if isinstance(x, Tensor) and x.dim() else x
+            return x[first:last] if _counts(x) else x
 
         a, k, t = pytree.tree_map(cut, (args, kwargs, targets))
         pieces.append(MicroBatch(len(pieces), first, last - first, a, k, t))
@@ -82,6 +89,7 @@ def collect(loader: Iterable) -> list[MicroBatch]:
             "Give micro_batch= to cut a batch"
         )
     pieces: list[MicroBatch] = []
+    kept: list[tuple[int, Tensor, int]] = []
     first = 0
     for item in loader:
         if not isinstance(item, Sequence) or len(item) != 2:
@@ -93,9 +101,23 @@ def collect(loader: Iterable) -> list[MicroBatch]:
         size = _size((args, kwargs), f"inputs of micro-batch {len(pieces)}")
         pieces.append(MicroBatch(len(pieces), first, size, args, kwargs, item[1]))
         first += size
+        kept += [(len(pieces), t, _version(t)) for t in pytree.tree_leaves(tuple(item)) if _counts(t, Tensor)]
+    _refuse_reuse(kept, isinstance(loader, Sequence))
     if not pieces:
         raise MicroBatchError("the loader yielded no micro-batch: a generator that was used before is empty")
     return pieces
+
+
+def _refuse_reuse(kept: list[tuple[int, Tensor, int]], at_once: bool) -> None:
+    """Raise if a loader wrote into what it had yielded; the items of a list are all there at once."""
+    owners: dict[int, int] = {}
+    for number, t, version in kept:
+        shared = not at_once and t.numel() > 0 and owners.setdefault(t.data_ptr(), number) != number
+        if shared or _version(t) != version:
+            raise MicroBatchError(
+                f"the loader uses the memory of item {number - 1} again for another: they are kept as they come, so "
+                "yield copies (.clone())"
+            )
 
 
 def together(pieces: list[MicroBatch]) -> Any:
@@ -109,6 +131,8 @@ def together(pieces: list[MicroBatch]) -> Any:
 def _joined_target(leaves: tuple) -> Any:
     if isinstance(leaves[0], Tensor) and leaves[0].dim():
         return torch.cat(leaves)
+    if _counts(leaves[0]):
+        return np.concatenate(leaves)
     if any(bool(x != leaves[0]) for x in leaves):
         raise MicroBatchError(
             f"a target that belongs to a whole micro-batch differs between them ({leaves[0]!r}, ...); give one value "
@@ -146,12 +170,33 @@ def _call(inputs: Any) -> tuple[tuple, dict]:
     return (tuple(inputs), {}) if isinstance(inputs, (tuple, list)) else ((inputs,), {})
 
 
-def _with_samples(structure: Any) -> list[Tensor]:
-    return [t for t in pytree.tree_leaves(structure) if isinstance(t, Tensor) and t.dim()]
+def samples_in(structure: Any) -> list[Any]:
+    """The tensors and arrays that count the samples in their first dimension."""
+    return [t for t in pytree.tree_leaves(structure) if _counts(t)]
+
+
+def _counts(x: Any, kind: Any = (Tensor, np.ndarray)) -> bool:
+    return isinstance(x, kind) and x.ndim > 0
+
+
+def _version(t: Tensor) -> int:
+    return 0 if t.is_inference() else t._version
+
+
+def _refuse_lists(structure: Any, size: int) -> None:
+    """Raise for a list with one number or text per sample: its items would go to every micro-batch."""
+
+    def one_each(x: Any) -> bool:
+        return isinstance(x, (list, tuple)) and len(x) == size > 1 and all(isinstance(i, (int, float, str)) for i in x)
+
+    if any(one_each(x) for x in pytree.tree_leaves(structure, is_leaf=one_each)):
+        raise MicroBatchError(
+            f"a list of {size} values for {size} samples: give one value per sample as a tensor or a NumPy array"
+        )
 
 
 def _size(structure: Any, what: str) -> int:
-    tensors = _with_samples(structure)
+    tensors = samples_in(structure)
     sizes = {len(t) for t in tensors}
     if len(sizes) != 1 or 0 in sizes:
         shapes = [tuple(t.shape) for t in tensors]

@@ -21,11 +21,11 @@ from torch.utils import _pytree as pytree
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers import LastNorm
-from mimicnorm.layers.last_norm import world_size
+from mimicnorm.layers.last_norm import refused, world_size
 from mimicnorm.microbatch import ranks
 from mimicnorm.microbatch.batches import MicroBatch, collect, join, split, to_device, together
-from mimicnorm.microbatch.guards import BufferGuard, heads_of, mixes_samples
-from mimicnorm.microbatch.heads import Call, Capture, Feed, Replay, WholeBatch, standing_in
+from mimicnorm.microbatch.guards import BufferGuard, heads_of, mixes_samples, require_inputs_unchanged, require_mean
+from mimicnorm.microbatch.heads import Call, Capture, Feed, Replay, WholeBatch, is_inexact, require_same, standing_in
 from mimicnorm.microbatch.replay import RandomState, accelerators, full_precision, input_device
 
 Denominator = float | Tensor | Callable[[Any], float | Tensor]
@@ -51,11 +51,17 @@ def backward(
 
     Args:
         model: A converted network, or any without batch statistics; wrapped in DDP and compiled if you like.
-        loss_fn: A function of the model's output and the targets, both of the whole batch; a mean over samples.
+        loss_fn: A function of the model's output and the targets that returns one number. With a LastNorm on one
+            device it sees the whole batch and may be anything. In one pass (no LastNorm in training mode) it sees
+            each micro-batch, over several ranks each share: there it must be a mean over samples, or a sum with a
+            ``denominator``. What is known not to be either is refused (class weights, ignored targets,
+            ``reduction="sum"``); of your own functions nothing is known, and a loss that compares samples with each
+            other (contrastive, batch statistics) would be silently wrong.
         inputs: A tensor, a tuple of call arguments or a dict of keyword arguments; without ``micro_batch``, anything
             that yields micro-batches as (inputs, targets). May stay in host memory: each micro-batch is copied to
             the model's device when it runs.
-        targets: Any structure of tensors that count the samples in their first dimension, and of numbers.
+        targets: Any structure of tensors or arrays that count the samples in their first dimension, and of numbers
+            that belong to all samples.
         micro_batch: Samples to run at once.
         scaler: A ``torch.amp.GradScaler``; the gradients come out scaled.
         denominator: ``loss_fn`` returns a sum, to be divided by this: a number, or a function of the targets (class
@@ -79,15 +85,21 @@ def backward(
     share, run, first = 0.0, None, None
     try:
         # An error on one rank must not leave the others waiting for it: it is raised after all have met.
+        if micro_batch is None and targets is not None:
+            raise MicroBatchError("targets beside a loader: without micro_batch=, inputs must yield (inputs, targets)")
         pieces = collect(inputs) if micro_batch is None else split(inputs, targets, micro_batch)
-        targets = to_device(together(pieces) if micro_batch is None else targets, device)
+        targets = together(pieces) if micro_batch is None else targets
         run = _Run(model, inner, heads_of(inner), pieces, device)
-        if run.heads or mixes_samples(loss_fn):
+        two_passes = bool(run.heads) or mixes_samples(loss_fn)
+        if denominator is None and (world_size() > 1 or not two_passes):
+            require_mean(loss_fn, targets)
+        targets = to_device(targets, device)
+        if two_passes:
             first = _first_pass(run)
         share = float(run.samples if denominator is None else _value(denominator, targets))
     except Exception as error:
         fault = error
-    total = ranks.agree(share, fault, torch.empty(0, device=device))
+    total = ranks.agree(share, fault, device)
     assert run is not None
     if not total > 0:
         raise MicroBatchError(f"denominator={total}: the sum of the losses must be divided by a positive number")
@@ -157,7 +169,7 @@ class _Loss:
     weight: float
     is_mean: bool
 
-    def __call__(self, outputs: Any, targets: Any, samples: int) -> tuple[Tensor, Tensor]:
+    def __call__(self, outputs: Any, targets: Any, samples: int, where: str) -> tuple[Tensor, Tensor]:
         """(the loss to differentiate, its value)."""
         loss = self.loss_fn(outputs, targets)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -165,6 +177,10 @@ class _Loss:
             raise MicroBatchError(
                 f"loss_fn must return one number, a mean over samples (or a sum, with denominator=); got {got}"
             )
+        if not loss.requires_grad:
+            raise MicroBatchError("the loss depends on nothing that requires a gradient: is this inside no_grad?")
+        if not bool(loss.isfinite()):
+            raise MicroBatchError(f"the loss is {loss.item()} for {where}")
         loss = loss * (self.weight * samples if self.is_mean else self.weight)
         return (loss if self.scaler is None else self.scaler.scale(loss)), loss.detach()
 
@@ -172,18 +188,33 @@ class _Loss:
 def _one_pass(run: _Run, loss: _Loss, return_outputs: bool) -> tuple[Tensor, Any]:
     """Nothing mixes samples: each micro-batch's own graph is all there is."""
     values, parts = [], []
-    for piece in run.pieces:
-        last = piece is run.pieces[-1]
-        with ranks.unsynchronised(run.model, last):
+    guard = BufferGuard(run.inner)
+
+    def forward(piece: MicroBatch) -> Tensor:
+        added = "; the gradients of those before it have been added: clear them" if piece.index else ""
+        with guard.before_each(run.inner, run.model):
             leaves = run.call(run.model, piece)
-            _require_finite({"": leaves}, piece, "; the gradients of those before it have been added: clear them")
-            targets = to_device(piece.targets, run.device)
-            scaled, value = loss(pytree.tree_unflatten(leaves, run.spec), targets, piece.size)
-            with full_precision(run.device):
-                scaled.backward()
+        guard.require_unchanged(piece)
+        _require_finite({"": leaves}, piece, added)
+        if return_outputs:  # a copy: the loss may write into its arguments
+            parts.append([t.detach().clone() if isinstance(t, Tensor) else t for t in leaves])
+        outputs, targets = pytree.tree_unflatten(leaves, run.spec), to_device(piece.targets, run.device)
+        with refused("this LastNorm is inside loss_fn, where it would see one micro-batch at a time"):
+            scaled, value = loss(outputs, targets, piece.size, f"{piece}{added}")
         values.append(value)
-        if return_outputs:
-            parts.append([t.detach() if isinstance(t, Tensor) else t for t in leaves])
+        return scaled
+
+    *earlier, last = run.pieces
+    # The last backward waits for all ranks, so all must have come that far.
+    with ranks.all_or_none(run.device, "Gradients of single micro-batches may have been added here: clear them"):
+        for piece in earlier:
+            with ranks.unsynchronised(run.model):
+                scaled = forward(piece)
+                with full_precision(run.device):
+                    scaled.backward()
+        scaled = forward(last)
+    with full_precision(run.device):
+        scaled.backward()
     outputs = pytree.tree_unflatten(run.joined(parts), run.spec) if return_outputs else None
     return torch.stack(values).sum(), outputs
 
@@ -203,10 +234,11 @@ def _first_pass(run: _Run) -> _First:
     with torch.no_grad():
         for piece in run.pieces:
             run.starts.append(run.random_state())
-            capture = Capture()
+            capture, versions = Capture(), piece.versions()
             with standing_in(run.heads, capture):
                 leaves = run.call(run.inner, piece)
             guard.require_unchanged(piece)
+            require_inputs_unchanged(piece, versions)
             if run.heads:
                 first.logits.append(capture.logits)
                 first.sources.append({j: capture.source(t) for j, t in enumerate(leaves) if isinstance(t, Tensor)})
@@ -228,21 +260,26 @@ def _first_pass(run: _Run) -> _First:
 
 def _two_passes(run: _Run, loss: _Loss, first: _First) -> tuple[Tensor, Any]:
     calls = list(first.logits[0]) if run.heads else []
-    heads = {c: WholeBatch(run.heads[c[0]], [logits[c] for logits in first.logits]) for c in calls}
-    normed = {c: h.pieces(h.normed) for c, h in heads.items()}
-    whole = [_leaf(t) for t in _outputs(run, first, normed)]
-    outputs = pytree.tree_unflatten(whole, run.spec)
-    scaled, value = loss(outputs, loss.targets, run.samples)
+    with ranks.all_or_none(run.device):
+        heads = {c: WholeBatch(run.heads[c[0]], [logits[c] for logits in first.logits]) for c in calls}
+        normed = {c: h.pieces(h.normed) for c, h in heads.items()}
+        whole = _outputs(run, first, normed)
+        leaves = [t.detach().requires_grad_(is_inexact(t)) if isinstance(t, Tensor) else t for t in whole]
+        # The loss gets copies: it may write into them.
+        outputs = pytree.tree_unflatten([t.clone() if isinstance(t, Tensor) else t for t in leaves], run.spec)
+        scaled, value = loss(outputs, loss.targets, run.samples, "the whole batch; no gradient was added")
     end = run.random_state()
-
-    wanted = {i: t for i, t in enumerate(whole) if isinstance(t, Tensor) and t.requires_grad}
-    with full_precision(run.device):
-        grads = torch.autograd.grad(scaled, [*wanted.values(), *(h.raw for h in heads.values())], allow_unused=True)
-    of_outputs = dict(zip(wanted, grads, strict=False))
-    of_logits = dict(zip(heads, grads[len(wanted) :], strict=True))
+    wanted = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad}
+    beside = _reaches_beside(scaled, list(wanted.values()))
+    with ranks.unsynchronised(run.model), full_precision(run.device):
+        scaled.backward()  # whatever else the loss is made of gets its gradient: its own parameters, a penalty
+    of_outputs = {i: t.grad for i, t in wanted.items() if t.grad is not None}
+    of_logits = _through_heads(run, heads, whole, of_outputs)
     sizes = [p.size for p in run.pieces]
-    output_parts = {i: g.split(sizes) for i, g in of_outputs.items() if g is not None}
+    output_parts = {i: g.split(sizes) for i, g in of_outputs.items()}
     logit_parts = {c: heads[c].pieces(g) for c, g in of_logits.items() if g is not None}
+    whole = [t.detach() if isinstance(t, Tensor) else t for t in whole]
+    then = {i: whole[i].split(sizes) for i in wanted}
 
     replays = []
     for i, piece in enumerate(run.pieces):
@@ -250,18 +287,53 @@ def _two_passes(run: _Run, loss: _Loss, first: _First) -> tuple[Tensor, Any]:
         values = {c: normed[c][i].detach() for c in calls}
         known: dict[Call, Tensor | None] = {c: logit_parts[c][i] if c in logit_parts else None for c in calls}
         replay = Replay(piece, first.logits[i] if calls else {}, values, known)
-        with ranks.unsynchronised(run.model, piece is run.pieces[-1]), standing_in(run.heads, replay):
+        last = piece is run.pieces[-1]
+        with ranks.unsynchronised(run.model, not last), standing_in(run.heads, replay):
             leaves = run.call(run.model, piece)
+            replay.compare_outputs(leaves, {j: parts[i] for j, parts in then.items()})
             roots = [j for j in output_parts if leaves[j].requires_grad]
-            if not roots:
+            if not roots and not beside:
                 raise MicroBatchError("the loss depends on no parameter that requires a gradient: nothing to train")
-            with full_precision(run.device):
-                torch.autograd.backward([leaves[j] for j in roots], [output_parts[j][i] for j in roots])
+            if roots:
+                with full_precision(run.device):
+                    torch.autograd.backward([leaves[j] for j in roots], [output_parts[j][i] for j in roots])
         replays.append(replay)
     end.restore()
-    _require_same(replays)
-    detached = [t.detach() if isinstance(t, Tensor) else t for t in whole]
-    return value, pytree.tree_unflatten(detached, run.spec)
+    with ranks.all_or_none(run.device, "The gradients are wrong here, too: clear them"):
+        require_same(replays)
+    return value, pytree.tree_unflatten(whole, run.spec)
+
+
+def _through_heads(
+    run: _Run, heads: dict[Call, WholeBatch], whole: list[Any], of_outputs: dict[int, Tensor]
+) -> dict[Call, Tensor | None]:
+    """From dL/doutputs to dL/dlogits, through the tail and the LastNorms."""
+    attached = [i for i in of_outputs if whole[i].requires_grad]
+    if not attached:
+        # Over several ranks the backward of a LastNorm is communication that all must take part in.
+        attached = [i for i, t in enumerate(whole) if isinstance(t, Tensor) and t.requires_grad]
+    if not attached:
+        return {}
+    grads = [of_outputs[i] if i in of_outputs else torch.zeros_like(whole[i]) for i in attached]
+    raw = [h.raw for h in heads.values()]
+    with full_precision(run.device):
+        found = torch.autograd.grad([whole[i] for i in attached], raw, grads, allow_unused=True)
+    return dict(zip(heads, found, strict=True))
+
+
+def _reaches_beside(loss: Tensor, outputs: list[Tensor]) -> bool:
+    """Whether a loss has leaves that require a gradient beside the model's outputs."""
+    nodes, seen = [loss.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and not any(leaf is t for t in outputs):
+            return True
+        nodes += [n for n, _ in node.next_functions]
+    return False
 
 
 def _outputs(run: _Run, first: _First, normed: dict[Call, list[Tensor]]) -> list[Any]:
@@ -286,13 +358,6 @@ def _outputs(run: _Run, first: _First, normed: dict[Call, list[Tensor]]) -> list
     return run.joined(parts)
 
 
-def _leaf(output: Any) -> Any:
-    """Let an output that no LastNorm reaches receive its gradient, too."""
-    if isinstance(output, Tensor) and not output.requires_grad and output.is_floating_point():
-        return output.detach().requires_grad_()
-    return output
-
-
 @contextlib.contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
     learnt = [p for p in model.parameters() if p.requires_grad]
@@ -308,24 +373,9 @@ def _frozen(model: nn.Module) -> Iterator[None]:
 def _require_finite(found: dict[str, list[Any]], piece: MicroBatch, consequence: str) -> None:
     for name, tensors in found.items():
         for t in tensors:
-            if isinstance(t, Tensor) and t.is_floating_point() and not bool(t.isfinite().all()):
+            if isinstance(t, Tensor) and is_inexact(t) and not bool(t.isfinite().all()):
                 kind = "NaN" if bool(t.isnan().any()) else "infinite"
                 where = f"{name}: " if name else ""
                 raise MicroBatchError(
                     f"{where}{kind} logits in {piece}{consequence}. Look at these samples, or lower the learning rate"
                 )
-
-
-def _require_same(replays: list[Replay]) -> None:
-    """Raise if a micro-batch's logits were others the second time: its gradient is that of another network."""
-    if not any(r.deviations for r in replays):
-        return
-    flat = [(r, c, d) for r in replays for c, d in r.deviations.items()]
-    for (replay, (name, _), _), off in zip(flat, torch.stack([d.double() for *_, d in flat]).tolist(), strict=True):
-        allowed = torch.finfo(replay.raw[name, 0].dtype).eps ** 0.25  # kernels may sum in another order
-        if not off <= allowed:
-            raise MicroBatchError(
-                f"{name}: the logits of {replay.piece} differed by {off:.2g} (relative) when it ran the second time, "
-                "so the model keeps state or draws random numbers that are not torch's, Python's or NumPy's global "
-                "ones. The gradients are wrong: clear them"
-            )

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers import LastNorm
-from mimicnorm.microbatch.batches import MicroBatch
+from mimicnorm.microbatch.batches import MicroBatch, samples_in
 from mimicnorm.surgery import check
 
 
@@ -46,6 +53,47 @@ def mixes_samples(loss_fn: object) -> bool:
     return isinstance(loss_fn, nn.Module) and any(isinstance(m, _BatchNorm) and m.training for m in loss_fn.modules())
 
 
+def require_mean(loss_fn: Any, targets: Any) -> None:
+    """Raise for a loss that is known not to be a mean over samples, where it will be computed in pieces.
+
+    Torch's losses as modules, functions or partials of them, and what resembles them.
+    """
+    if isinstance(loss_fn, nn.Module):
+        parts: list[Any] = list(loss_fn.modules())
+    elif getattr(loss_fn, "func", loss_fn) in (F.cross_entropy, F.nll_loss):
+        keywords = loss_fn.keywords if isinstance(loss_fn, functools.partial) else {}
+        parts = [SimpleNamespace(**{"ignore_index": -100, **keywords})]
+    else:
+        return
+    if getattr(parts[0], "reduction", None) == "sum":  # inside a module of the user's, the sum may be divided
+        raise _not_a_mean('reduction="sum"')
+    classes = [t for t in samples_in(targets) if isinstance(t, Tensor) and not t.is_floating_point()]
+    for part in parts:
+        ignored = getattr(part, "ignore_index", None)  # the losses that divide by the weight of the classes
+        if ignored is None or getattr(part, "reduction", "mean") != "mean":
+            continue
+        if classes and getattr(part, "weight", None) is not None:
+            raise _not_a_mean("class weights")
+        if any(bool((t == ignored).any()) for t in classes):
+            raise _not_a_mean(f"targets to ignore ({ignored})")
+
+
+def _not_a_mean(what: str) -> MicroBatchError:
+    return MicroBatchError(
+        f"a loss with {what} is not a mean over samples, and here it is computed in pieces. Let loss_fn return a sum "
+        '(reduction="sum") and give what to divide by: denominator=lambda targets: ...'
+    )
+
+
+def require_inputs_unchanged(piece: MicroBatch, before: list[int]) -> None:
+    """Raise if a forward pass has written into its inputs."""
+    if piece.versions() != before:
+        raise MicroBatchError(
+            f"the forward pass of {piece} writes into its inputs, so it would see others when it runs again. Let the "
+            "model copy them first"
+        )
+
+
 class BufferGuard:
     """Notices a buffer that a forward pass writes or replaces."""
 
@@ -56,6 +104,22 @@ class BufferGuard:
     def _state(self) -> dict[str, tuple[Tensor, int]]:
         # The tensor itself is kept, not its id: a freed tensor's id may be another's.
         return {name: (b, b._version) for name, b in self.model.named_buffers()}
+
+    @contextlib.contextmanager
+    def before_each(self, inner: nn.Module, wrapped: nn.Module) -> Iterator[None]:
+        """Start anew where DistributedDataParallel hands over: it may have sent the buffers of rank 0 before."""
+        if wrapped is inner:
+            yield
+            return
+
+        def note(*_: object) -> None:
+            self.before = self._state()
+
+        hook = inner.register_forward_pre_hook(note)
+        try:
+            yield
+        finally:
+            hook.remove()
 
     def require_unchanged(self, piece: MicroBatch) -> None:
         """Raise with the names of the buffers that have changed since the start."""
@@ -70,8 +134,9 @@ class BufferGuard:
         ]
         if changed:
             raise MicroBatchError(
-                f"{', '.join(changed[:3])}: the forward pass of {piece} changed this buffer, so the same micro-batch "
-                "gives something else when it runs again. Put the module that owns it into eval mode, or take it out"
+                f"{', '.join(changed[:3])}: the forward pass of {piece} changed this buffer, so the samples "
+                "that come later, or again, meet another network. Put the module that owns it into eval mode, or take "
+                "it out"
             )
 
 

@@ -76,7 +76,8 @@ class WholeBatch:
         self.shapes = [p.shape for p in last]
         rows = torch.cat([p.reshape(-1, p.shape[-1]) for p in last])
         self.raw = rows.T.contiguous()[None].requires_grad_()
-        self.normed = norm(self.raw.movedim(1, self.dim)).movedim(self.dim, 1)
+        # Not a call: hooks on the LastNorm run when the model calls it, once.
+        self.normed = norm.forward(self.raw.movedim(1, self.dim)).movedim(self.dim, 1)
 
     def pieces(self, values: Tensor) -> list[Tensor]:
         """Values of all classes, shaped like ``raw``, as the micro-batches had them."""
@@ -108,7 +109,7 @@ class Replay:
     ):
         self.piece = piece
         self.raw, self.normed, self.grads = raw, normed, grads
-        self.deviations: dict[Call, Tensor] = {}
+        self.deviations: dict[str, tuple[Tensor, float]] = {}
 
     def __call__(self, name: str, call: int, logits: Tensor) -> Tensor:
         """Stand in for the LastNorm in the pass with a graph."""
@@ -120,9 +121,46 @@ class Replay:
                     "checkpointing, so its calls cannot be told apart. Leave the head out of the checkpoint"
                 )
             key = (name, 0)
-        now, then = logits.detach(), self.raw[key]
-        self.deviations[key] = (now - then).abs().amax() / then.abs().amax().clamp_min(torch.finfo(then.dtype).tiny)
+        self._compare(f"{name}: the logits", logits.detach(), self.raw[key])
         return _KnownGradient.apply(logits, self.normed[key], self.grads[key])
+
+    def compare_outputs(self, now: list[Any], then: dict[int, Tensor]) -> None:
+        """Note how far the model's outputs are from those that the loss saw."""
+        for i, expected in then.items():
+            self._compare(f"output {i} of the model: the values", now[i].detach(), expected)
+
+    def _compare(self, what: str, now: Tensor, then: Tensor) -> None:
+        if now.shape != then.shape or now.dtype != then.dtype:
+            raise _differs(what, self.piece, f"in shape or type ({tuple(then.shape)}, now {tuple(now.shape)})")
+        if not then.numel():
+            return
+        off = (now - then).abs().masked_fill((now == then) | (now.isnan() & then.isnan()), 0)  # masks may be -inf
+        size = then.abs().nan_to_num(0, 0, 0).amax().clamp_min(torch.finfo(then.dtype).tiny)
+        # The same kernels on the same shapes: only atomic sums and compiled fusions differ, by rounding.
+        self.deviations[what] = (off.amax() / size).double(), torch.finfo(then.dtype).eps ** 0.5
+
+
+def require_same(replays: list[Replay]) -> None:
+    """Raise if a micro-batch gave something else the second time: its gradient is that of another network."""
+    flat = [(r.piece, what, off, allowed) for r in replays for what, (off, allowed) in r.deviations.items()]
+    if not flat:
+        return
+    for (piece, what, _, allowed), off in zip(flat, torch.stack([d for _, _, d, _ in flat]).tolist(), strict=True):
+        if not off <= allowed:
+            raise _differs(what, piece, f"by {off:.2g} (relative)")
+
+
+def _differs(what: str, piece: MicroBatch, how: str) -> MicroBatchError:
+    return MicroBatchError(
+        f"{what} of {piece} differed {how} when it ran the second time, so the model keeps state, branches on values, "
+        "or draws random numbers that are not torch's, Python's or NumPy's global ones. The gradients are wrong: "
+        "clear them"
+    )
+
+
+def is_inexact(t: Tensor) -> bool:
+    """Whether a tensor can have a gradient."""
+    return t.is_floating_point() or t.is_complex()
 
 
 class _KnownGradient(torch.autograd.Function):

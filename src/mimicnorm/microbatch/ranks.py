@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import torch
@@ -20,10 +21,10 @@ def bare(model: nn.Module) -> nn.Module:
     return model if wrapped is None else wrapped.module
 
 
-def unsynchronised(model: nn.Module, last: bool) -> AbstractContextManager:
-    """Hold back the gradient reduction for all micro-batches but the last."""
+def unsynchronised(model: nn.Module, hold: bool = True) -> AbstractContextManager:
+    """Hold back the gradient reduction, as for all micro-batches but the last."""
     wrapped = _ddp(model)
-    return contextlib.nullcontext() if wrapped is None or last else wrapped.no_sync()
+    return contextlib.nullcontext() if wrapped is None or not hold else wrapped.no_sync()
 
 
 def _ddp(model: nn.Module) -> DistributedDataParallel | None:
@@ -31,27 +32,41 @@ def _ddp(model: nn.Module) -> DistributedDataParallel | None:
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
-def agree(amount: float, fault: Exception | None, like: Tensor) -> float:
+UNTOUCHED = "Nothing was added to the gradients here"
+
+
+def agree(amount: float, fault: Exception | None, device: torch.device | None, consequence: str = UNTOUCHED) -> float:
     """Sum an amount over all ranks; if any rank has a fault, all raise, so that none waits for it.
 
     Args:
         amount: This rank's part: its number of samples, or its denominator.
         fault: What went wrong here, if anything.
-        like: A tensor on the device that the ranks communicate from.
+        device: Where the ranks communicate from.
+        consequence: What a healthy rank should know when another failed.
     """
     if world_size() > 1:
         whole = torch.tensor([amount, float(fault is not None)], dtype=torch.float64)
-        whole = whole.to(like.device, torch.float32 if like.device.type == "mps" else torch.float64)
+        whole = whole.to(device, torch.float32 if device is not None and device.type == "mps" else torch.float64)
         dist.all_reduce(whole)
         amount, faults = whole.tolist()
         if faults and fault is None:
             raise MicroBatchError(
-                f"{int(faults)} of {world_size()} ranks failed in this batch; their own messages say why. Nothing was "
-                "added to the gradients here"
+                f"{int(faults)} of {world_size()} ranks failed in this batch; their own messages say why. {consequence}"
             )
     if fault is not None:
         raise fault
     return amount
+
+
+@contextlib.contextmanager
+def all_or_none(device: torch.device | None, consequence: str = UNTOUCHED) -> Iterator[None]:
+    """What fails inside on one rank is raised on all, at the end."""
+    fault: Exception | None = None
+    try:
+        yield
+    except Exception as error:
+        fault = error
+    agree(0.0, fault, device, consequence)
 
 
 def mean_over_ranks(loss: Tensor) -> Tensor:

@@ -1,0 +1,168 @@
+"""Losses of every kind: with parameters, with penalties, that write into their arguments, that are no mean."""
+
+from __future__ import annotations
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from whole_and_parts import Classifier, Pooled, batch, converted, full_batch, gradient, relative_error
+
+from mimicnorm.errors import MicroBatchError
+from mimicnorm.layers import LastNorm
+from mimicnorm.microbatch import LastNormCrossEntropy, backward
+
+EXACT = 1e-12
+
+
+class Tempered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits * self.temperature, targets)
+
+
+def test_parameters_of_the_loss_get_their_gradient():
+    net, loss_fn = converted(Classifier()), Tempered()
+    x, y = batch()
+    own = copy.deepcopy(loss_fn)
+    whole, _ = full_batch(net, own, x, y)
+    backward(net, loss_fn, x, y, micro_batch=5)
+    torch.testing.assert_close(loss_fn.temperature.grad, own.temperature.grad)
+    assert relative_error(net, whole) <= EXACT
+    loss_fn.temperature.grad = None
+    backward(net.requires_grad_(False), loss_fn, x, y, micro_batch=5)  # a calibration: only the loss learns
+    torch.testing.assert_close(loss_fn.temperature.grad, own.temperature.grad)
+
+
+def test_a_penalty_over_the_model_s_parameters():
+    x, y = batch()
+    nets = [converted(Classifier())]
+    nets.append(copy.deepcopy(nets[0]))
+
+    def loss_of(net: nn.Module):
+        return lambda out, t: F.cross_entropy(out, t) + 0.1 * sum(p.square().sum() for p in net.parameters())
+
+    loss_of(nets[0])(nets[0](x), y).backward()
+    backward(nets[1], loss_of(nets[1]), x, y, micro_batch=5)
+    assert relative_error(nets[1], nets[0]) <= EXACT
+
+
+def test_targets_that_require_a_gradient():
+    net = converted(Classifier())
+    x, soft = batch()[0], torch.randn(32, 5, dtype=torch.float64, requires_grad=True)
+    full_batch(net, F.mse_loss, x, soft)
+    expected, soft.grad = soft.grad, None
+    backward(net, F.mse_loss, x, soft, micro_batch=5)
+    torch.testing.assert_close(soft.grad, expected)
+
+
+@pytest.mark.parametrize("make", [Classifier, Pooled])
+def test_a_loss_that_writes_into_the_outputs(make):
+    def loss_fn(out: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(out.div_(0.3), targets)
+
+    x, y = batch()
+    for method in ({}, {"last_norm": False}):
+        net = converted(make(), **method)
+        whole, _ = full_batch(net, loss_fn, x, y)
+        expected = copy.deepcopy(net)(x)
+        _, outputs = backward(net, loss_fn, x, y, micro_batch=5, return_outputs=True)
+        assert relative_error(net, whole) <= EXACT
+        torch.testing.assert_close(outputs, expected.detach())
+
+
+def test_complex_outputs():
+    class Spectrum(Classifier):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            y = self.body(x).mean((2, 3))
+            return self.fc(y), torch.complex(y, y * y)
+
+    def loss_fn(out: tuple, targets: Tensor) -> Tensor:
+        return F.cross_entropy(out[0], targets) + out[1].abs().square().mean()
+
+    net = converted(Classifier())
+    net.__class__ = Spectrum
+    x, y = batch()
+    whole, _ = full_batch(net, loss_fn, x, y)
+    backward(net, loss_fn, x, y, micro_batch=5)
+    assert relative_error(net, whole) <= EXACT
+
+
+WEIGHT = torch.linspace(0.5, 2, 5, dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "ignored", "word"),
+    [
+        (nn.CrossEntropyLoss(WEIGHT), 0, "class weights"),
+        (nn.ModuleList([nn.NLLLoss(WEIGHT)]), 0, "class weights"),
+        (nn.CrossEntropyLoss(reduction="sum"), 0, 'reduction="sum"'),
+        (nn.MSELoss(reduction="sum"), 0, 'reduction="sum"'),
+        (nn.CrossEntropyLoss(), 3, "ignore"),
+        (F.cross_entropy, 3, "ignore"),
+        (functools.partial(F.cross_entropy, weight=WEIGHT, label_smoothing=0.1), 0, "class weights"),
+    ],
+)
+def test_what_is_no_mean_is_refused_in_one_pass(loss_fn, ignored, word):
+    x, y = batch(8)
+    y[:ignored] = -100
+    for net in (converted(Classifier(), last_norm=False), converted(Classifier()).eval()):
+        with pytest.raises(MicroBatchError, match=f"{word}.*denominator="):
+            backward(net, loss_fn, x, y, micro_batch=3)
+        assert all(p.grad is None for p in net.parameters())
+
+
+def test_class_weights_of_soft_targets_are_a_mean():
+    net = converted(Classifier(), last_norm=False)
+    x, soft = batch()[0], torch.softmax(torch.randn(32, 5, dtype=torch.float64), 1)
+    whole, _ = full_batch(net, nn.CrossEntropyLoss(WEIGHT), x, soft)
+    backward(net, nn.CrossEntropyLoss(WEIGHT), x, soft, micro_batch=5)
+    assert relative_error(net, whole) <= EXACT
+
+
+@pytest.mark.parametrize("last_norm", [True, False])
+def test_a_loss_that_is_not_finite(last_norm):
+    net = converted(Classifier(), last_norm=last_norm)
+    x, y = batch(8)
+    with pytest.raises(MicroBatchError, match="the loss is nan"):
+        backward(net, lambda out, t: F.cross_entropy(out, t) * float("nan"), x, y, micro_batch=3)
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_loss_without_a_graph():
+    x, y = batch(8)
+    with torch.no_grad(), pytest.raises(MicroBatchError, match="no_grad"):
+        backward(converted(Classifier()), F.cross_entropy, x, y, micro_batch=3)
+
+
+@pytest.mark.parametrize("wrap", [functools.partial, lambda loss: lambda out, t: loss(out, t)])
+def test_a_last_norm_hidden_in_a_function(wrap):
+    net, loss_fn = converted(Classifier(), last_norm=False), LastNormCrossEntropy(5).double()
+    x, y = batch(8)
+    with pytest.raises(MicroBatchError, match="the module itself"):
+        backward(net, wrap(loss_fn), x, y, micro_batch=3)
+    assert all(p.grad is None for p in net.parameters())
+    assert loss_fn.last_norm.num_batches_tracked == 0
+    loss_fn(net(x), y).backward()  # outside, it works as before
+
+
+def test_hooks_on_a_last_norm_run_once():
+    x, y = batch()
+    for register in (
+        lambda m: m.register_forward_hook(lambda _m, _i, out: out * 2),
+        lambda m: m.register_forward_pre_hook(lambda _m, args: (args[0] ** 3,)),
+        lambda m: m.register_full_backward_hook(lambda _m, gi, _go: (gi[0] * 2,)),
+    ):
+        nets = [converted(Classifier())]
+        nets.append(copy.deepcopy(nets[0]))
+        for net in nets:
+            register(next(m for m in net.modules() if isinstance(m, LastNorm)))
+        F.cross_entropy(nets[0](x), y).backward()
+        backward(nets[1], F.cross_entropy, x, y, micro_batch=5)
+        assert float((gradient(nets[1]) - gradient(nets[0])).norm() / gradient(nets[0]).norm()) <= EXACT
