@@ -1,10 +1,14 @@
 from __future__ import annotations
 
 import math
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint
 
 from mimicnorm.theory import FiniteNetwork, TheoryError, Transition, doctor, propagate
 
@@ -53,7 +57,7 @@ def test_the_network_is_left_as_it_was():
     torch.manual_seed(0)
     model, x = Residual(), torch.randn(8, 3, 6, 6)
     state, data = {k: v.clone() for k, v in model.state_dict().items()}, x.clone()
-    random = torch.random.get_rng_state()
+    generator = torch.random.get_rng_state()
     propagate(model, x)
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
     assert all(p.grad is None for p in model.parameters())
@@ -61,7 +65,74 @@ def test_the_network_is_left_as_it_was():
     assert torch.equal(x, data)
     assert not x.requires_grad
     assert model.training
-    assert torch.equal(torch.random.get_rng_state(), random)
+    assert torch.equal(torch.random.get_rng_state(), generator)
+
+
+class Diary(nn.Module):
+    """Changes itself in every way a forward pass can."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("count", torch.zeros(1))
+        self.register_buffer("memory", torch.zeros(0, 3))
+        self.calls, self.last, self.seen = 0, None, [torch.zeros(2)]
+
+    def forward(self, x):
+        self.calls += 1
+        self.count = self.count + 1
+        self.last = self.linear(x)
+        self.memory = torch.cat([self.memory, self.last.detach()])
+        self.register_buffer("late", torch.zeros(1))
+        self.seen[0] += 1
+        self.seen.append(x)
+        self.linear.weight.data.clamp_(-0.1, 0.1)
+        return self.last * (1 + 0 * random.random() * np.random.rand())
+
+
+def test_no_attribute_and_no_random_state_moves():
+    model, twin = Diary(), Diary()
+    twin.load_state_dict(model.state_dict())
+    count, seen, states = model.count, model.seen, (random.getstate(), np.random.get_state()[2])
+    propagate(model, torch.randn(4, 3))
+    assert (random.getstate(), np.random.get_state()[2]) == states
+    assert model.count is count
+    assert model.seen is seen
+    assert len(seen) == 1
+    assert float(seen[0].sum()) == 0
+    assert (model.calls, model.last) == (0, None)
+    assert model.state_dict().keys() == twin.state_dict().keys()
+    assert all(torch.equal(a, b) for a, b in zip(model.state_dict().values(), twin.state_dict().values(), strict=True))
+
+
+def test_parametrised_and_attention_layers_are_leaves():
+    layers = propagate(nn.Sequential(weight_norm(nn.Linear(8, 8)), nn.ReLU()), torch.randn(4, 8)).layers
+    assert [(x.name, x.kind) for x in layers] == [("0", "Linear"), ("1", "ReLU")]
+    encoder = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    first = propagate(encoder, torch.randn(4, 3, 8)).layers[0]
+    assert (first.name, first.kind) == ("self_attn", "MultiheadAttention")
+    assert first.gradient > 0
+
+
+def test_checkpointed_layers_are_measured_once():
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    model, x = Checkpointed(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)), torch.randn(4, 3)
+    assert propagate(model, x).layers == propagate(nn.Sequential(*model), x).layers
+
+
+def test_inference_mode_does_not_hide_gradients():
+    with torch.inference_mode():
+        x = torch.randn(4, 3)
+        model = torch.inference_mode(False)(lambda: nn.Linear(3, 3))()
+        assert propagate(model, x).layers[0].gradient > 0
+
+
+def test_lazy_layers_are_named():
+    with pytest.raises(TheoryError, match="lazy"):
+        propagate(nn.LazyLinear(3), torch.ones(2, 2))
 
 
 def test_hooks_go_when_the_model_fails():

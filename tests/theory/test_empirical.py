@@ -52,6 +52,20 @@ def test_any_memory_limit_gives_the_same_kernel(memory, mode):
     assert torch.allclose(cross, expected[:3, :, 2:], rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("mode", ["per_sample", "batch"])
+def test_one_number_per_sample(mode):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)).double()
+    x = torch.randn(5, 3, dtype=torch.float64)
+    expected = explicit(model[:-1], x)[:, 0, :, 0]
+    assert torch.allclose(empirical_ntk(model, x, mode=mode), expected, rtol=1e-10)
+
+
+@pytest.mark.parametrize("mode", ["per_sample", "batch"])
+def test_dropout_is_refused_in_train_mode(mode):
+    with pytest.raises(TheoryError, match="dropout in train mode"):
+        empirical_ntk(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), torch.ones(2, 3), mode=mode)
+
+
 def test_batch_norm_in_train_mode_is_the_whole_batchs_kernel():
     model = convolutional().train()
     x = torch.randn(5, 2, 5, 5, dtype=torch.float64)

@@ -41,3 +41,7 @@ def test_every_name_has_a_drawer_and_others_are_refused(tmp_path):
     assert figures.NAMES == ("distributions", "transitions", "correlations", "ntk", "residual", "phase")
     with pytest.raises(TheoryError, match="choose one of distributions"):
         figures.draw("cobweb", tmp_path / "x.png")
+    with pytest.raises(TheoryError, match="no figure format"):
+        figures.draw("ntk", tmp_path / "x.xyz")
+    with pytest.raises(TheoryError, match="two finite samples"):
+        figures.draw("correlations", tmp_path / "x.png", inputs=torch.full((4, 3), torch.nan))

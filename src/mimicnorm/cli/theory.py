@@ -8,9 +8,12 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass
@@ -40,6 +43,8 @@ class Figure:
     """distributions, transitions, correlations, ntk, residual or phase."""
     out: str | None = None
     """The file to write; its ending chooses the format. theory-NAME.png if not given."""
+    inputs: str | None = None
+    """A .npy file of samples (m, ...), such as MNIST images, instead of a Gaussian mixture."""
     seed: int = 0
     """Seed of samples and weights."""
 
@@ -48,7 +53,7 @@ class Figure:
         from mimicnorm.theory import figures
 
         path = self.out or f"theory-{self.name}.png"
-        figures.draw(self.name, path, seed=self.seed)
+        figures.draw(self.name, path, inputs=None if self.inputs is None else _samples(self.inputs), seed=self.seed)
         print(f"wrote {path}")
 
 
@@ -104,8 +109,10 @@ class Doctor:
         from mimicnorm.example import call_arguments
         from mimicnorm.methods import method
         from mimicnorm.surgery import convert
-        from mimicnorm.theory import doctor
+        from mimicnorm.theory import TheoryError, doctor
 
+        if self.batch < 2:
+            raise TheoryError(f"--batch must be at least 2, not {self.batch}: a correlation needs two samples.")
         chosen = method(self.method)
         model = load(self.model)
         (x,), _ = call_arguments(model, (self.batch, *image_size(model, self.image)))
@@ -128,6 +135,20 @@ class Doctor:
                 cells += [f"{getattr(a, quantity):.3g}", "" if b is None else f"{getattr(b, quantity):.3g}"]
             table.add_row(*cells)
         Console().print(table)
+
+
+def _samples(path: str) -> torch.Tensor:
+    import numpy as np
+    import torch
+
+    from mimicnorm.theory import TheoryError
+
+    if not path.endswith(".npy"):
+        raise TheoryError(f"--inputs must be a .npy file of samples (numpy.save), not {path!r}.")
+    try:
+        return torch.from_numpy(np.load(path, allow_pickle=False).astype(np.float64))
+    except (OSError, ValueError, EOFError) as error:
+        raise TheoryError(f"cannot read samples from {path!r}: {error}") from error
 
 
 def _by_use(layers: Sequence[Any]) -> dict[tuple[str, int], Any]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from .errors import TheoryError
+from .unchanged import unchanged
 
 
 @dataclass
@@ -74,8 +76,8 @@ def propagate(
 ) -> Signal:
     """Run a batch forward and a gradient back through any network and measure each leaf module's output.
 
-    The network stays as it is: mode, buffers, `.grad`, random state. It runs in the mode it is in: train
-    mode for what training sees.
+    The network stays as it is: mode, weights, buffers, other attributes, `.grad`, random states. It runs in
+    the mode it is in: train mode for what training sees.
 
     Args:
         model: any module.
@@ -101,37 +103,43 @@ def propagate(
         h = _first_tensor(output)
         if h is None or h.dim() == 0:
             return
-        layer = _measure(names[module], type(module).__name__, h, pairs, rng)
+        layer = _measure(names[module], type_before_parametrizations(module).__name__, h, pairs, rng)
         layers.append(layer)
         if h.requires_grad:
             # by hook, not by keeping h: an in-place activation after this layer overwrites it
             h.register_hook(lambda g: setattr(layer, "gradient", float(g.detach().double().norm())))
 
-    leaves = [m for m in model.modules() if not any(True for _ in m.children())]
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
-    # a leaf that alters its input in place would write into the caller's batch; gradients need a leaf of
-    # our own
-    args = tuple(_own(a) for a in args)
-    kwargs = {key: _own(a) for key, a in kwargs.items()}
-    handles = [m.register_forward_hook(measure) for m in leaves]
-    try:
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+    # a caller may hold inference_mode, whose tensors have no gradients
+    with torch.inference_mode(False), torch.enable_grad(), unchanged(model), torch.random.fork_rng(devices=[]):
+        # a leaf that alters its input in place would write into the caller's batch; gradients need a leaf of
+        # our own
+        args = tuple(_own(a) for a in args)
+        kwargs = {key: _own(a) for key, a in kwargs.items()}
+        torch.manual_seed(seed)
+        handles = [m.register_forward_hook(measure) for m in dict.fromkeys(_leaves(model))]
+        try:
             output = model(*(_graph_copy(a) for a in args), **{k: _graph_copy(a) for k, a in kwargs.items()})
-            scalar = _random_projection(output, rng) if loss is None else loss(output)
-            wanted = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.requires_grad]
-            wanted = wanted or [p for p in model.parameters() if p.requires_grad]
-            if wanted and scalar.requires_grad:
-                torch.autograd.grad(scalar, wanted, allow_unused=True)
-    finally:
-        for handle in handles:
-            handle.remove()
-        with torch.no_grad():
-            for name, b in model.named_buffers():
-                b.copy_(buffers[name])
+        finally:  # before the gradient: activation checkpoints run their layers a second time then
+            for handle in handles:
+                handle.remove()
+        scalar = _random_projection(output, rng) if loss is None else loss(output)
+        wanted = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.requires_grad]
+        wanted = wanted or [p for p in model.parameters() if p.requires_grad]
+        if wanted and scalar.requires_grad:
+            torch.autograd.grad(scalar, wanted, allow_unused=True)
     if not layers:
         raise TheoryError("no leaf module put out a tensor: is the network written in plain functions?")
     return Signal(tuple(layers))
+
+
+def _leaves(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules to measure: those without children, or whose children are their own affair."""
+    inner = [child for name, child in module.named_children() if name != "parametrizations"]
+    if not inner or isinstance(module, nn.MultiheadAttention):  # which never calls its projection
+        yield module
+        return
+    for child in inner:
+        yield from _leaves(child)
 
 
 def _own(a: Any) -> Any:

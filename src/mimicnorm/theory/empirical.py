@@ -51,8 +51,7 @@ def empirical_ntk(
     parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise TheoryError("the model has no trainable parameter, so its tangent kernel is zero.")
-    if mode == "per_sample":
-        _require_independent(model)
+    _require_function(model, mode)
     same = x2 is None
     sides = [x] if x2 is None else [x, x2]
     jacobians = [(_per_sample if mode == "per_sample" else _batch)(model, parameters, side) for side in sides]
@@ -122,7 +121,7 @@ def _batch(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobi
             # cloned in here: a train-mode BatchNorm updates its statistics in place, which vjp forbids on
             # outer tensors
             buffers = {name: b.clone() for name, b in model.named_buffers()}
-            return _one_tensor(functional_call(model, ({**parameters, **chosen}, buffers), (x,))).flatten(1)
+            return _rows(_one_tensor(functional_call(model, ({**parameters, **chosen}, buffers), (x,))))
 
         out, pull, *_ = vjp(whole, group)
         count, width = out.shape
@@ -141,7 +140,7 @@ def _output_count(model: nn.Module, x: Tensor) -> int:
         out = _one_tensor(functional_call(model, buffers, (x[:2] if len(x) > 1 else x,)))
     if not bool(torch.isfinite(out).all()):
         raise TheoryError("the model's output is not finite on these inputs.")
-    return out.flatten(1).shape[1]
+    return _rows(out).shape[1]
 
 
 def _one_tensor(out: Any) -> Tensor:
@@ -150,9 +149,16 @@ def _one_tensor(out: Any) -> Tensor:
     return out
 
 
-def _require_independent(model: nn.Module) -> None:
+def _rows(out: Tensor) -> Tensor:
+    """Return (samples, outputs), also of a model that returns one number per sample."""
+    return out.reshape(len(out), -1)
+
+
+def _require_function(model: nn.Module, mode: str) -> None:
+    """Refuse noise, and per sample also layers whose samples depend on each other."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and (module.training or module.running_mean is None):
+        by_batch = isinstance(module, nn.modules.batchnorm._BatchNorm)
+        if by_batch and mode == "per_sample" and (module.training or module.running_mean is None):
             raise TheoryError(
                 f"{name or 'the model'} is a BatchNorm in train mode: its samples depend on each other. "
                 "Use mode='batch', or model.eval() for the running statistics."

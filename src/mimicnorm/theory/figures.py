@@ -44,8 +44,9 @@ def canvas(rows: int, columns: int, width: float, height: float) -> tuple[Figure
 def save(figure: Figure, path: str | Path) -> None:
     """Write the figure; the ending of the path chooses the format."""
     path = Path(path)
+    _require_format(figure, path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix != ".png":
+    if path.suffix.lower() != ".png":
         figure.savefig(path)
         return
     from PIL import Image
@@ -53,6 +54,12 @@ def save(figure: Figure, path: str | Path) -> None:
     figure.savefig(buffer := BytesIO(), dpi=100)
     # a palette: hundreds of translucent lines would make a PNG of several hundred kilobytes
     Image.open(buffer).convert("RGB").quantize(96).save(path, optimize=True)
+
+
+def _require_format(figure: Figure, path: Path) -> None:
+    known = figure.canvas.get_supported_filetypes()
+    if path.suffix[1:].lower() not in known:
+        raise TheoryError(f"no figure format {path.suffix!r}: end the file's name in {', '.join(sorted(known))}.")
 
 
 def _samples(inputs: Tensor | None, count: int, seed: int) -> Tensor:
@@ -279,4 +286,7 @@ def draw(name: str, path: str | Path, *, inputs: Tensor | None = None, seed: int
     """
     if name not in _DRAWERS:
         raise TheoryError(f"unknown figure {name!r}: choose one of {', '.join(NAMES)}.")
+    _require_format(canvas(1, 1, 1, 1)[0], Path(path))  # before a minute's work
+    if inputs is not None and (inputs.dim() < 2 or len(inputs) < 2 or not bool(torch.isfinite(inputs).all())):
+        raise TheoryError(f"inputs must be at least two finite samples (m, ...), not of shape {tuple(inputs.shape)}.")
     save(_DRAWERS[name](inputs=inputs, seed=seed), path)

@@ -85,6 +85,8 @@ def learning_curve(
     k = _symmetric(ntk).to(torch.float64)
     y = torch.as_tensor(targets, dtype=torch.float64)
     y = y.reshape(len(y), -1)
+    if not bool(torch.isfinite(y).all()):
+        raise TheoryError("the targets have non-finite entries.")
     if len(y) != len(k):
         raise TheoryError(f"{len(y)} targets were given for a kernel of {len(k)} points.")
     if ntk_test is not None and (ntk_test.dim() != 2 or ntk_test.shape[1] != len(k)):

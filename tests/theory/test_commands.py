@@ -1,0 +1,30 @@
+"""`mimicnorm theory` and what it says of mistakes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from mimicnorm.cli.theory import Doctor, Figure
+from mimicnorm.theory import TheoryError
+
+
+def test_figures_take_samples_from_a_file(tmp_path):
+    pytest.importorskip("matplotlib")
+    data, out = tmp_path / "x.npy", tmp_path / "c.png"
+    np.save(data, np.random.default_rng(0).random((410, 4, 5), dtype=np.float32))
+    Figure("correlations", out=str(out), inputs=str(data)).run()
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
+def test_mistakes_are_named(tmp_path):
+    broken, pickled = tmp_path / "broken.npy", tmp_path / "pickled.npy"
+    broken.write_bytes(b"no array")
+    np.save(pickled, np.array([{}], dtype=object), allow_pickle=True)
+    for path in (broken, pickled, tmp_path / "absent.npy"):
+        with pytest.raises(TheoryError, match="cannot read samples"):
+            Figure("correlations", inputs=str(path)).run()
+    with pytest.raises(TheoryError, match=r"must be a \.npy file"):
+        Figure("correlations", inputs="data.parquet").run()
+    with pytest.raises(TheoryError, match="at least 2, not 1"):
+        Doctor("timm:resnet18", batch=1).run()
