@@ -57,9 +57,9 @@ def share_of(x: Tensor, rank: int, world: int) -> Tensor:
     return x.split(SHARES[world])[rank]
 
 
-def build(make: Callable[..., nn.Module], **method: object) -> nn.Module:
+def build(make: Callable[..., nn.Module], frozen: bool = False, **method: object) -> nn.Module:
     torch.manual_seed(0)
-    return converted(make(), **method)
+    return converted(make(), **method).train(not frozen)
 
 
 CASES: dict[str, tuple] = {
@@ -69,10 +69,15 @@ CASES: dict[str, tuple] = {
     "no last norm": (Classifier, F.cross_entropy, {"last_norm": False}),
     "last norm in the loss": (Classifier, "folded", {"last_norm": False}),
     "weighted": (Classifier, "weighted", {}),
+    "penalty": (Classifier, "penalty", {}),
+    "penalty, one pass": (Classifier, "penalty", {"last_norm": False}),
+    "eval mode": (Classifier, F.cross_entropy, {"frozen": True}),  # one pass, with buffers that DDP sends around
 }
 
 
-def loss_and_denominator(loss: Any) -> tuple[Callable, Callable | None]:
+def loss_and_denominator(loss: Any, net: nn.Module) -> tuple[Callable, Callable | None]:
+    if loss == "penalty":  # over the model's own parameters
+        return lambda out, t: F.cross_entropy(out, t) + 0.1 * sum(p.square().sum() for p in net.parameters()), None
     weight = torch.linspace(0.2, 2, 5, dtype=torch.float64)
     if loss == "weighted":
         return nn.CrossEntropyLoss(weight, reduction="sum"), lambda t: weight[t].sum()
@@ -84,8 +89,8 @@ def exact_gradients(rank: int, world: int) -> dict[str, Any]:
     x, y = (share_of(t, rank, world) for t in batch())
     found: dict[str, Any] = {}
     for name, (make, loss, method) in CASES.items():
-        loss_fn, denominator = loss_and_denominator(loss)
         net = build(make, **method)
+        loss_fn, denominator = loss_and_denominator(loss, net)
         wrapped = DistributedDataParallel(net, find_unused_parameters=name == "averaged heads")
         reductions = []
 
@@ -134,6 +139,21 @@ def failures(rank: int, world: int) -> dict[str, str]:
         try:
             backward(net, F.cross_entropy, inputs, y[: len(inputs)], micro_batch=2)
         except MicroBatchError as error:
+            found[name] = str(error)
+
+    def boom(out: Tensor, targets: Tensor) -> Tensor:
+        raise ValueError("boom")
+
+    bare = DistributedDataParallel(build(Classifier, last_norm=False))
+    weighted = nn.CrossEntropyLoss(torch.ones(5, dtype=torch.float64))
+    for name, model, loss_fn in [
+        ("loss", net, boom if rank else F.cross_entropy),
+        ("loss, one pass", bare, boom if rank else F.cross_entropy),
+        ("weights", net, weighted),
+    ]:
+        try:
+            backward(model, loss_fn, x, y, micro_batch=2 + rank)
+        except (MicroBatchError, ValueError) as error:
             found[name] = str(error)
     found["lone"] = ""
     norm = LastNorm(3)

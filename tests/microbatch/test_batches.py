@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from mimicnorm.errors import MicroBatchError
+from mimicnorm.microbatch import backward
 from mimicnorm.microbatch.batches import MicroBatch, collect, join, split, together
 
 
@@ -67,6 +69,45 @@ def test_collect_reads_a_loader_once():
 def test_collect_says_what_a_loader_must_yield(loader, message):
     with pytest.raises(MicroBatchError, match=message):
         collect(loader)
+
+
+@pytest.mark.parametrize("through_numpy", [False, True])
+def test_a_loader_that_uses_its_buffers_again(through_numpy):
+    def reads():
+        x, y = np.zeros((2, 3)), np.zeros(2)
+        buffers = torch.from_numpy(x), torch.from_numpy(y)
+        for i in range(2):
+            if through_numpy:
+                x += i  # unseen by torch
+            else:
+                buffers[0].fill_(i)
+            yield tuple(b[:2] for b in buffers)
+
+    with pytest.raises(MicroBatchError, match="uses the memory of one micro-batch again"):
+        collect(reads())
+
+
+def test_numpy_arrays_are_cut_and_joined():
+    x, y = torch.zeros(5, 2), np.arange(5.0)
+    pieces = split((x, y), {"y": y}, 2)
+    assert [p.args[1].tolist() for p in pieces] == [[0, 1], [2, 3], [4]]
+    assert together(pieces)["y"].tolist() == y.tolist()
+    with pytest.raises(MicroBatchError, match=r"5 samples.*\(4,\)"):
+        split(x, y[:4], 2)
+
+
+@pytest.mark.parametrize("values", [[0, 1, 2, 3, 4], ("a",) * 5])
+def test_lists_of_one_value_per_sample(values):
+    with pytest.raises(MicroBatchError, match="tensor or a NumPy array"):
+        split(torch.zeros(5, 2), {"y": values}, 2)
+    with pytest.raises(MicroBatchError, match="tensor or a NumPy array"):
+        split((torch.zeros(5, 2), values), None, 2)
+
+
+def test_targets_beside_a_loader():
+    x, y = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(MicroBatchError, match="targets beside a loader"):
+        backward(torch.nn.Linear(3, 2), torch.nn.functional.cross_entropy, [(x, y)], y)
 
 
 def test_together_refuses_what_cannot_be_joined():

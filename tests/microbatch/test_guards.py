@@ -12,7 +12,7 @@ from whole_and_parts import AveragedHeads, Classifier, batch, converted, state
 
 from mimicnorm.errors import CheckError, MicroBatchError
 from mimicnorm.layers import LastNorm
-from mimicnorm.microbatch import backward
+from mimicnorm.microbatch import LastNormCrossEntropy, backward
 from mimicnorm.microbatch.guards import heads_of, mixes_samples
 
 
@@ -70,8 +70,9 @@ class Moves(Classifier):
 
 @pytest.mark.parametrize("replace", [False, True])
 def test_a_buffer_that_changes(replace):
-    net = converted(Moves(replace))
-    fails(net, "seen", "micro-batch 0 (samples 0 to 2)", "eval mode")
+    for last_norm in (True, False):  # two passes, one pass
+        net = converted(Moves(replace), last_norm=last_norm)
+        fails(net, "seen", "micro-batch 0 (samples 0 to 2)", "eval mode")
 
 
 def test_spectral_norm_is_noticed_by_its_buffers():
@@ -114,6 +115,71 @@ def test_state_outside_of_buffers_is_noticed_by_the_logits():
     x, y = batch(8)
     with pytest.raises(MicroBatchError, match=r"fc: the logits of micro-batch 0 .* differed by .*clear them"):
         backward(net, F.cross_entropy, x, y, micro_batch=3)
+
+
+class OwnRandomness(Classifier):
+    """Features without a LastNorm, with noise from a generator that nobody sets back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not hasattr(self, "generator"):
+            self.generator = torch.Generator().manual_seed(0)
+        noise = torch.randn(x.shape, generator=self.generator, dtype=x.dtype)
+        return super().forward(x + 0.001 * noise)
+
+
+def test_outputs_that_differ_the_second_time():
+    net = converted(Classifier(), last_norm=False)
+    net.__class__ = OwnRandomness
+    x, y = batch(8)
+    with pytest.raises(MicroBatchError, match=r"output 0 of the model: .* micro-batch 0 .* differed by .*clear them"):
+        backward(net, LastNormCrossEntropy(5).double(), x, y, micro_batch=3)
+
+
+def test_a_small_drift_of_the_logits_is_noticed_in_single_precision():
+    net = converted(Classifier(), torch.float32)
+    net.__class__ = OwnRandomness
+    x, y = batch(8, torch.float32)
+    with pytest.raises(MicroBatchError, match="fc: the logits"):
+        backward(net, F.cross_entropy, x, y, micro_batch=3)
+
+
+def test_a_tail_that_depends_on_the_values():
+    class Clamps(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            out = super().forward(x)
+            return out.clamp(max=0.5) if out.max() > 0.5 else out
+
+    net = converted(Classifier())
+    with torch.no_grad():
+        net.fc.weight.mul_(0.05)  # small before the LastNorm, large after it
+        net.fc.bias.zero_()
+    net.__class__ = Clamps
+    x, y = batch(8)
+    with pytest.raises(MicroBatchError, match=r"output 0 of the model: .*branches on values"):
+        backward(net, F.cross_entropy, x, y, micro_batch=3)
+
+
+@pytest.mark.parametrize("last_norm", [True, False])
+def test_a_model_that_writes_into_its_inputs(last_norm):
+    class Shifts(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x.sub_(1.0))
+
+    net = converted(Classifier(), last_norm=last_norm)
+    net.__class__ = Shifts
+    loss_fn = F.cross_entropy if last_norm else LastNormCrossEntropy(5).double()
+    fails(net, "micro-batch 0", "writes into its inputs", loss_fn=loss_fn)
+
+
+def test_masks_in_the_outputs_are_no_difference():
+    class Masked(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).masked_fill(torch.tensor([0, 0, 0, 0, 1]).bool(), float("-inf"))
+
+    net = converted(Classifier())
+    net.__class__ = Masked
+    x, y = batch(8)
+    backward(net, F.cross_entropy, x, y % 4, micro_batch=3)
 
 
 def test_a_head_that_some_samples_pass_by():

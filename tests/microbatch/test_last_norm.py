@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from whole_and_parts import Classifier, batch, converted, state
+from whole_and_parts import AveragedHeads, Classifier, batch, converted, state
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers import LastNorm
@@ -73,6 +73,36 @@ def test_in_the_first_micro_batches_of_a_run_with_zeroed_gradients():
         step(net)
     net.zero_grad(set_to_none=False)
     step(net)
+
+
+def test_accumulation_that_starts_after_steps_with_zeroed_gradients():
+    net = converted(Classifier())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad(set_to_none=False)
+        step(net)
+        optimizer.step()
+    with pytest.warns(AccumulationWarning):
+        step(net)
+
+
+def test_two_heads_warn_once():
+    net = converted(AveragedHeads())
+    step(net)
+    with pytest.warns(AccumulationWarning) as given:
+        step(net)
+    assert len(given) == 1
+    step(net)
+
+
+def test_gradients_of_the_inputs_alone_do_not_warn():
+    net = converted(Classifier())
+    x, y = batch(8)
+    x.requires_grad_()
+    step(net)
+    torch.autograd.grad(F.cross_entropy(net(x), y), x)
+    with pytest.warns(AccumulationWarning):
+        step(net)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -10,7 +10,7 @@ import rank_jobs
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from whole_and_parts import Classifier, batch, full_batch, gradient, state
+from whole_and_parts import Classifier, batch, gradient, state
 
 from mimicnorm.layers.last_norm import world_size
 from mimicnorm.microbatch import ranks
@@ -18,10 +18,13 @@ from mimicnorm.microbatch import ranks
 
 def whole_batch(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     make, loss, method = rank_jobs.CASES[name]
-    loss_fn, denominator = rank_jobs.loss_and_denominator(loss)
+    net = rank_jobs.build(make, **method)
+    loss_fn, denominator = rank_jobs.loss_and_denominator(loss, net)
     x, y = batch()
     divisor = 1 if denominator is None else denominator(y)
-    net, value = full_batch(rank_jobs.build(make, **method), lambda out, t: loss_fn(out, t) / divisor, x, y)
+    value = loss_fn(net(x), y) / divisor
+    value.backward()
+    value = value.detach()
     return gradient(net), value, state(net, loss_fn)
 
 
@@ -70,6 +73,10 @@ def test_a_failure_on_one_rank_is_raised_on_all(found_by_two):
     assert "1 of 2 ranks failed" in healthy["nan"]
     assert "number of samples" in broken["empty"]
     assert "1 of 2 ranks failed" in healthy["empty"]
+    for name in ("loss", "loss, one pass"):
+        assert broken[name] == "boom"
+        assert "1 of 2 ranks failed" in healthy[name]
+    assert "class weights" in healthy["weights"]
     assert "single value per class" in healthy["lone"]
     assert "single value per class" in broken["lone"]
     assert all(healthy["gradients"])

@@ -115,7 +115,7 @@ def _refuse_reuse(kept: list[tuple[int, Tensor, int]], at_once: bool) -> None:
         shared = not at_once and t.numel() > 0 and owners.setdefault(t.data_ptr(), number) != number
         if shared or _version(t) != version:
             raise MicroBatchError(
-                f"the loader uses the memory of item {number - 1} again for another: they are kept as they come, so "
+                "the loader uses the memory of one micro-batch again for another: they are kept as they come, so "
                 "yield copies (.clone())"
             )
 
