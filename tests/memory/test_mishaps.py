@@ -130,7 +130,7 @@ class PeeksAtValues(torch.optim.SGD):
     ("optimizer", "message"),
     [
         ([1], r"optimizer \[1\] is not known"),
-        (torch.optim.SGD(mlp().parameters(), lr=1), "a function from parameters to an optimizer"),
+        (torch.optim.SGD(mlp().parameters(), lr=1), "optimizer is SGD made for .*give a function"),
         (lambda parameters: torch.optim.SGD(parameters, lr=-1), "making the optimizer fails: .*learning rate"),
         (lambda parameters: None, "returned NoneType"),
         (torch.optim.LBFGS, "the optimizer's step fails: .*closure"),

@@ -116,8 +116,8 @@ def _copy_tensors(arguments: Any, mode: AbstractContextManager) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip().splitlines() or [""])[0]
+    """Return the first line of an error's message, without a full stop."""
+    return (str(error).strip().splitlines() or [""])[0].rstrip(".")
 
 
 def batch_size(args: tuple, kwargs: dict[str, Any]) -> int:

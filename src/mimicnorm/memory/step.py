@@ -357,6 +357,11 @@ def _with_state(make: MakeOptimizer | None, replica: Replica, tracker: StorageTr
 def _optimizer_maker(optimizer: str | MakeOptimizer | None) -> MakeOptimizer | None:
     if optimizer is None or callable(optimizer):
         return optimizer
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise MemoryPredictionError(
+            f"optimizer is {type(optimizer).__name__} made for the model's own parameters, but the step is tried on a "
+            f"copy: give a function from parameters to an optimizer, lambda p: {type(optimizer).__name__}(p, ...)"
+        )
     if not isinstance(optimizer, str) or optimizer not in OPTIMIZERS:
         raise MemoryPredictionError(
             f"optimizer {optimizer!r} is not known: give one of {', '.join(map(repr, OPTIMIZERS))}, None, or a "
