@@ -165,6 +165,7 @@ def test_control_flow_on_values_falls_back_to_values():
         return m.b(y) if y.sum().item() > -1e9 else y
 
     assert only(graph_of(run), layer="b")
+    assert only(graph_of(lambda m, x: m.b(m.a(torch.from_numpy(x.numpy())) if x.numpy().any() else m.a(x))), layer="b")
 
 
 def test_outputs_of_any_structure():

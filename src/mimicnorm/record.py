@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import random
+import re
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -118,6 +119,8 @@ def _record(model: nn.Module, example: Any, fake: bool, seed: int, training: boo
             except ExampleError:
                 raise
             except Exception as error:
+                if fake and re.search("numpy|subclass|fake ?tensor", str(error), re.IGNORECASE):
+                    raise UnsupportedFakeTensorException(str(error)) from error  # .numpy() and its kind
                 where = recorder.stack[-1] if recorder.stack else ""
                 raise ExampleError(
                     f"the model's forward raised on the example ({describe(args, kwargs)})"
