@@ -10,7 +10,8 @@ demo: $(STAMP)
 	$(BIN)/mimicnorm convert examples.small_resnet:small_resnet --image 32
 
 test: $(STAMP) check
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist worksteal tests src
+	$(BIN)/python -m pytest README.md docs   # a page's examples build on each other: one process
 
 check: $(STAMP)
 	$(BIN)/ruff check .
