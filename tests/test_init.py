@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import nets
 import pytest
 import torch
@@ -69,9 +71,6 @@ def test_plain_linear_stack_keeps_unit_variance_as_theory_says():
     model = nn.Sequential(*layers, nn.Linear(512, 4))
     x = torch.randn(64, 512)
     for method in (MimicNorm(last_norm=False), NoNorm()):
-        twin = nn.Sequential(*layers, nn.Linear(512, 4))
-        import copy
-
         twin = copy.deepcopy(model)
         report = convert_(twin, method, example=x, init="theory")
         found = variances(twin, [s.name for s in report.layers], x)

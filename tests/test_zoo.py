@@ -10,7 +10,7 @@ import pytest
 import torch
 import zoo
 
-from mimicnorm.errors import RefusedError
+from mimicnorm.errors import CheckError, RefusedError
 from mimicnorm.methods import MimicNorm
 from mimicnorm.planning import plan
 from mimicnorm.surgery import check, convert
@@ -140,7 +140,7 @@ def test_reset_classifier_is_noticed():
     model = convert(build("timm:resnet18"), MimicNorm(), example=(2, 3, 32, 32))
     assert isinstance(model.fc, torch.nn.Linear)
     model.reset_classifier(7)
-    with pytest.raises(Exception, match="fc: the head was replaced"):
+    with pytest.raises(CheckError, match="fc: the head was replaced"):
         check(model)
 
 
