@@ -1,12 +1,13 @@
 """Convert every BatchNorm classifier of torchvision and timm, and train each for one step.
 
-    python benchmarks/coverage.py [--limit N] [--fresh] [--shard 0/2]
+    python benchmarks/coverage.py [--limit N] [--fresh] [--shard 0/2] [--memory GIB]
 
 Resumable: finished models are kept in ``results/coverage.jsonl`` and skipped; the summary is
 ``results/coverage.json``. Shards may run side by side. For each model, at the smallest input it takes: converted
 (no batch-dependent module left but LastNorm; a training step gives a finite gradient to every parameter that had
-one; the share of owners that are centred), or refused by name. The largest (see ``too_large``) take their training
-step on fake tensors: that every gradient exists is shown there, that it is finite is not.
+one; the share of owners that are centred), or refused by name. What would not fit into ``--memory`` takes its
+training step on fake tensors: that every gradient exists is shown there, that it is finite is not. ``--retry`` with
+more memory examines those again.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mimicnorm.errors import MimicNormError
 from mimicnorm.layers import LastNorm
+from mimicnorm.memory import measure
 from mimicnorm.methods import MimicNorm
 from mimicnorm.record import is_batch_norm, record
 from mimicnorm.surgery import convert_
@@ -80,10 +82,13 @@ def parameters_with_gradient(model: nn.Module, shape: tuple[int, ...]) -> set[st
         return {n for n, p in state.items() if p.grad is not None}
 
 
-def too_large(model: nn.Module, shape: tuple[int, ...]) -> bool:
-    """Whether a real step would take minutes or gigabytes on a small machine."""
-    weights = sum(p.numel() for p in model.parameters())
-    return weights > 100e6 or (shape[-1] >= 200 and weights > 40e6)
+def gibibytes(model: nn.Module, shape: tuple[int, ...]) -> float:
+    """What conversion and a training step will take: the predicted peak, and a copy of the weights to fall back on."""
+    try:
+        predicted = measure(model, shape, loss=loss, optimizer=None)
+    except MimicNormError:  # no prediction: the smallest inputs of nearly all models fit
+        return 0.0
+    return (predicted.peak_bytes + predicted.parameters) / 2**30
 
 
 def loss(output: object) -> torch.Tensor:
@@ -91,12 +96,12 @@ def loss(output: object) -> torch.Tensor:
     return sum((t.float().square().mean() for t in leaves), torch.zeros(()))
 
 
-def examine(source: str, name: str) -> dict:
+def examine(source: str, name: str, memory: float) -> dict:
     torch.manual_seed(0)
     model = build(source, name).train()
     shape = smallest_input(model)
     reached = parameters_with_gradient(model, shape)
-    large = too_large(model, shape)
+    large = gibibytes(model, shape) > memory
     row: dict = {"source": source, "name": name, "shape": list(shape)}
     start = time.perf_counter()
     try:
@@ -149,16 +154,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--limit", type=int, default=None, help="stop after so many models")
     parser.add_argument("--fresh", action="store_true", help="forget earlier results")
-    parser.add_argument("--retry", action="store_true", help="examine again what was refused or broken")
+    parser.add_argument(
+        "--retry", action="store_true", help="examine again what was refused, broken, or took its step on fake tensors"
+    )
+    parser.add_argument("--memory", type=float, default=8.0, help="GiB that one real step may take")
     parser.add_argument("--shard", default="0/1", help="i/n: take every n-th model, beginning with the i-th")
     options = parser.parse_args()
     shard, shards = map(int, options.shard.split("/"))
     torch.set_num_threads(1)
     RESULTS.mkdir(exist_ok=True)
     log = RESULTS / "coverage.jsonl"
-    rows = [] if options.fresh or not log.exists() else [json.loads(line) for line in log.read_text().splitlines()]
+    rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     if options.retry or options.fresh:
-        rows = [r for r in rows if r["outcome"] in ("converted", "no batch norm")]
+        kept = [r for r in rows if r["outcome"] in ("converted", "no batch norm") and r.get("step") != "fake"]
+        rows = kept if options.retry else []
         log.write_text("".join(json.dumps(r) + "\n" for r in rows))
     known = {(r["source"], r["name"]) for r in rows}
     todo = [c for c in candidates()[shard::shards] if c not in known][: options.limit]
@@ -167,7 +176,7 @@ def main() -> None:
             row: dict = {"source": source, "name": name, "outcome": "no batch norm"}
         else:
             try:
-                row = examine(source, name)
+                row = examine(source, name, options.memory)
             except Exception as error:
                 row = {
                     "source": source,

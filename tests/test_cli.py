@@ -40,7 +40,7 @@ def test_a_factory_of_the_users_own(capsys, tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     assert main(["convert", "mine:net", "--shape", "4", "2", "64"]) == 0
-    assert "1 BatchNorms (1 removed" in capsys.readouterr().out
+    assert "1 BatchNorm (1 removed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

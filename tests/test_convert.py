@@ -196,6 +196,16 @@ def test_convert_twice_is_refused_and_batchnorm_changes_nothing():
     convert_(original, SMALL, example=(2, 3, 8, 8))
 
 
+def test_inference_mode_is_refused_in_one_sentence():
+    model = nets.resnet()
+    with torch.inference_mode():
+        with pytest.raises(MimicNormError, match="outside"):
+            convert_(model, SMALL, example=(2, 3, 8, 8))
+        born_there = nets.resnet()
+    with pytest.raises(RefusedError, match=r"weight was made inside torch.inference_mode"):
+        convert_(born_there, SMALL, example=(2, 3, 8, 8))
+
+
 def test_check_says_what_was_lost():
     model = convert(nets.resnet(), SMALL, example=(2, 3, 8, 8))
     check(model)

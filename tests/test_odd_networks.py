@@ -72,7 +72,31 @@ def from_a_list(m, x):
     return x
 
 
-WIRINGS = [through_scripted_function, into_a_buffer, evaluation_only_path, borrowed_weight, from_a_list]
+def two_norms_on_one_output(m, x):
+    y = m.a(x)
+    return F.relu(m.na(y), inplace=True) + F.relu(m.nb(y), inplace=True)
+
+
+def ghost_batches(m, x):
+    y = torch.cat([m.na(part) for part in m.a(x).chunk(3)])
+    return F.relu(m.nb(m.b(F.relu(y, inplace=True))))
+
+
+def the_same_pair_twice(m, x):
+    y = F.relu(m.na(m.a(x)), inplace=True) + F.relu(m.na(m.a(x.flip(3))), inplace=True)
+    return F.relu(m.nb(m.b(y)))
+
+
+WIRINGS = [
+    through_scripted_function,
+    into_a_buffer,
+    evaluation_only_path,
+    borrowed_weight,
+    from_a_list,
+    two_norms_on_one_output,
+    ghost_batches,
+    the_same_pair_twice,
+]
 
 
 @pytest.mark.parametrize("run", WIRINGS)
@@ -89,6 +113,18 @@ def test_layers_behind_a_scripted_function_are_converted():
     model = convert(Pair(through_scripted_function), SMALL, example=(2, 3, 8, 8))
     assert isinstance(model.a, WeightMean)
     assert isinstance(model.b, WeightMean)
+
+
+def test_a_layer_whose_output_only_batch_norms_read_is_theirs():
+    for run in (two_norms_on_one_output, ghost_batches):
+        model = convert(Pair(run), SMALL, example=(3, 3, 8, 8))
+        assert isinstance(model.a, WeightMean)
+        assert isinstance(model.na, Shift)
+
+
+def test_a_pair_used_twice_is_folded_once():
+    report = convert_(Pair(the_same_pair_twice), SMALL, example=(3, 3, 8, 8))
+    assert report.moved_parameters["na.bias"] == "a.bias"
 
 
 class FromAConstant(nn.Module):

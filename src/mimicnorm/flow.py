@@ -61,16 +61,24 @@ def walk_back(node: Node, through: tuple[Kind, ...], stop: Callable[[Node], bool
 
 
 def owner(norm: Node) -> Node | None:
-    """The weight layer that alone produces a BatchNorm's input, if nobody else reads it on the way."""
+    """The weight layer that alone produces a BatchNorm's input, if nothing but BatchNorms reads its output."""
     node = norm.inputs[0]
-    while node.kind in _TO_OWNER and _readers(node) == 1 and len(set(node.inputs)) == 1:
+    while node.kind in _TO_OWNER and len(set(node.inputs)) == 1:
         node = node.inputs[0]
-    alone = node.kind is Kind.LAYER and node.layer is not None and _readers(node) == 1
+    alone = node.kind is Kind.LAYER and node.layer is not None and _only_normalised(node)
     return node if alone else None
 
 
-def _readers(node: Node) -> int:
-    return len(node.users) + node.is_output
+def read_once(node: Node) -> bool:
+    """Whether a tensor has one reader: only then may what follows write into it."""
+    return len(node.users) + node.is_output == 1
+
+
+def _only_normalised(node: Node) -> bool:
+    """Whether BatchNorms alone read a tensor: one, several (of its chunks, say), through views on the way."""
+    if node.is_output or not node.users:
+        return False
+    return all(u.kind is Kind.NORM or (u.kind in _TO_OWNER and _only_normalised(u)) for u in node.users)
 
 
 def on_raw_input(norm: Node) -> bool:
@@ -172,7 +180,7 @@ def summands(node: Node) -> tuple[Node, ...] | None:
         return node.inputs
     stacked = node.inputs[0] if node.inputs else None
     if node.op in ("sum", "mean") and stacked is not None and stacked.op == "stack":
-        return stacked.inputs if _readers(stacked) == 1 and len(node.shape) == len(stacked.shape) - 1 else None
+        return stacked.inputs if read_once(stacked) and len(node.shape) == len(stacked.shape) - 1 else None
     return None
 
 
@@ -181,7 +189,7 @@ def sums(graph: Graph) -> list[Sum]:
     weights = sum(1 << n.index for n in graph.nodes if n.kind is Kind.LAYER)
     found = []
     for node in graph.nodes:
-        if summands(node) is None or (_readers(node) == 1 and node.users and node.users[0].kind is Kind.SUM):
+        if summands(node) is None or (read_once(node) and node.users and node.users[0].kind is Kind.SUM):
             continue  # a nested sum with one reader is part of that reader
         operands = tuple(_flatten(node))
         if len(set(operands)) > 1:
@@ -192,7 +200,7 @@ def sums(graph: Graph) -> list[Sum]:
 def _flatten(node: Node) -> list[Node]:
     flat: list[Node] = []
     for operand in summands(node) or ():
-        if operand.kind is Kind.SUM and _readers(operand) == 1:
+        if operand.kind is Kind.SUM and read_once(operand):
             flat += _flatten(operand)
         else:
             flat.append(operand)

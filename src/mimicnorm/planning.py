@@ -23,7 +23,7 @@ from mimicnorm.layers import LastNorm, LastNormed, WeightMean, fan_in
 from mimicnorm.methods import Method, as_method
 from mimicnorm.ops import Kind
 from mimicnorm.record import is_batch_norm, record
-from mimicnorm.steps import HeadStep, LayerStep, NormStep, Plan, Refusal
+from mimicnorm.steps import HeadStep, LayerStep, NormStep, Plan, Refusal, count
 
 Where = Callable[[nn.Module, str], bool]
 INITS = ("auto", "theory", "calibrate", None)
@@ -84,6 +84,8 @@ def _check_arguments(model: Any, init: Any, where: Any) -> None:
         raise MimicNormError(f'init={init!r}; use "auto", "theory", "calibrate" or None')
     if where is not None and not callable(where):
         raise MimicNormError("where must be a function (module, qualified_name) -> bool")
+    if torch.is_inference_mode_enabled():
+        raise MimicNormError("parameters made inside torch.inference_mode cannot be trained: call this outside of it")
     for name, m in model.named_modules():
         if isinstance(m, (DistributedDataParallel, DataParallel)):
             raise RefusedError(
@@ -101,6 +103,11 @@ def _check_arguments(model: Any, init: Any, where: Any) -> None:
             raise RefusedError(
                 f"{name or 'the model'} was converted before. Convert a fresh model; "
                 "to set its starting weights again use mimicnorm.init_."
+            )
+    for name, t in (*model.named_parameters(), *model.named_buffers()):
+        if t.is_inference():
+            raise RefusedError(
+                f"{name} was made inside torch.inference_mode, so it cannot be trained. Build the model outside."
             )
 
 
@@ -384,22 +391,27 @@ class _Planner:
         owner = self.owned[name][0]
         owners = tuple(dict.fromkeys(o.layer for o in self.owned[name] if o.layer))
         layer = layers[owners[0]]
-        alone = len(calls) == 1 and self.uses[layer.name] == 1 and self._inside(layer.name)
+        # Layer and BatchNorm meet in every call of either, and in nothing else: they may be used as one.
+        read_once = all(flow.read_once(o) for o in self.owned[name])
+        paired = len(owners) == 1 and self.uses[layer.name] == len(calls) == len(set(self.owned[name]))
+        alone = paired and read_once and self._inside(layer.name)
         why = ""
         if scale is not None:
             why = f"ends a residual branch: scalar 1/{'sqrt(v)' if self.method.residual == 'sqrt' else 'v'}"
         if scale is not None and not (alone and layer.action == "centre" and self.probes[layer.name].scales):
             return NormStep(name, kind, "post", "scale", owners, scale=scale, v=v, why=why)
-        foldable = alone and calls[0].inputs[0] is owner and self._takes_beta(name, layer.name, owner)
+        direct = all(c.inputs[0] is o for c, o in zip(calls, self.owned[name], strict=True))
+        foldable = alone and direct and self._takes_beta(name, layer.name, owner)
         if scale is not None:
             layer = layers[layer.name] = dataclasses.replace(layer, scale=scale, role="branch end")
             why += f", folded into {layer.name}"
         beta = getattr(self.norms[name], "bias", None) is not None
-        if not beta or foldable:
+        if foldable or (not beta and read_once):
             if beta:
                 layers[layer.name] = dataclasses.replace(layer, beta_from=name)
             return NormStep(name, kind, "post", "remove", owners, v=v, why=why or f"owned by {layer.name}")
-        reason = "its layer is used more than once" if not alone else "beta cannot become its layer's bias"
+        reason = "beta cannot become its layer's bias" if alone else "its layer is also used without it"
+        reason = reason if read_once else "its layer's output is read more than once"
         return NormStep(name, kind, "post", "shift", owners, v=v, why=why or reason)
 
     def _takes_beta(self, name: str, layer: str, call: Node) -> bool:
@@ -429,8 +441,8 @@ class _Planner:
         if init == "auto" and trained:
             self.refuse(
                 trained[0],
-                f"the network looks trained (running statistics are not 0 and 1 in {len(trained)} BatchNorms), "
-                "and converting sets new starting weights",
+                f"the network looks trained (running statistics are not 0 and 1 in "
+                f"{count(len(trained), 'BatchNorm')}), and converting sets new starting weights",
                 'Say so with init="theory" or init="calibrate"; init=None keeps every weight (a checkpoint follows)',
             )
         if init == "auto":

@@ -183,12 +183,23 @@ class Plan:
         t = self.totals()
         lines.append("")
         lines.append(
-            f"{self.method.name}: {t['batch_norms']} BatchNorms ({t['removed']} removed, {t['shifts']} to a shift, "
-            f"{t['scales']} to a scalar, {t['left']} left); {t['centred']} layers centred, {t['not_centred']} not; "
-            f"{t['residual_scalars']} residual scalars; {t['last_norms']} last norms"
+            f"{self.method.name}: {count(t['batch_norms'], 'BatchNorm')} ({t['removed']} removed, "
+            f"{t['shifts']} to a shift, {t['scales']} to a scalar, {t['left']} left); "
+            f"{count(t['centred'], 'layer')} centred, {t['not_centred']} not; "
+            f"{count(t['residual_scalars'], 'residual scalar')}; {count(t['last_norms'], 'last norm')}"
         )
         if self.init_why:
             lines.append(f"starting weights: {self.init} ({self.init_why})")
         lines += [f"note: {n}" for n in self.notes]
         lines += [f"REFUSED {r}" for r in self.refusals]
         return "\n".join(lines)
+
+
+def count(n: int, noun: str) -> str:
+    """A number with its noun.
+
+    Example:
+        >>> count(1, "layer"), count(2, "layer")
+        ('1 layer', '2 layers')
+    """
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
