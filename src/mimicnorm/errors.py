@@ -40,3 +40,19 @@ class MemoryPredictionError(MimicNormError):
 
 class NameNotFoundError(MimicNormError):
     """A model, method or option name is not known; the message lists near ones."""
+
+
+class NonFiniteError(MicroBatchError):
+    """Logits or loss of a micro-batch are NaN or infinite: training has diverged."""
+
+
+class RecipeError(MimicNormError):
+    """A recipe's fields do not fit each other, the data, or the run that is to be resumed."""
+
+
+class CheckpointError(MimicNormError):
+    """A run's folder cannot be written, or what is in it cannot be read."""
+
+
+class DataError(MimicNormError):
+    """A data set cannot be read; the message names the file and the row."""

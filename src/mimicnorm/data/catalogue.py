@@ -1,0 +1,155 @@
+"""The data sets by name, and where their files are."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mimicnorm.data.folder import Folder
+from mimicnorm.data.memory import Memory
+from mimicnorm.data.parquet import read
+from mimicnorm.data.requirements import require
+from mimicnorm.data.source import Augment, Source, subset
+from mimicnorm.errors import DataError, NameNotFoundError
+
+Split = Literal["train", "test"]
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A data set on the hub."""
+
+    repository: str
+    folder: str
+    columns: tuple[tuple[str, ...], tuple[str, ...]]
+    classes: int
+    shape: tuple[int, int, int]
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+    pad: int = 4
+    flip: bool = True
+
+
+_IMAGE = ("img", "image")
+_KNOWN = {
+    "mnist": _Known(
+        "ylecun/mnist", "mnist", (_IMAGE, ("label",)), 10, (1, 28, 28), (0.1307,), (0.3081,), pad=2, flip=False
+    ),
+    "cifar10": _Known(
+        *("uoft-cs/cifar10", "plain_text", (_IMAGE, ("label",)), 10, (3, 32, 32)),
+        *((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
+    ),
+    "cifar100": _Known(
+        *("uoft-cs/cifar100", "cifar100", (_IMAGE, ("fine_label", "label")), 100, (3, 32, 32)),
+        *((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
+    ),
+}
+
+
+def names() -> list[str]:
+    """The data sets that `load` knows; ``folder:PATH`` is any folder of class folders."""
+    return ["digits", *_KNOWN, "imagenet", "folder:PATH"]
+
+
+def load(
+    name: str,
+    split: Split = "train",
+    *,
+    data_dir: str | Path | None = None,
+    limit: int | None = None,
+    augment: Augment = "standard",
+) -> Source:
+    """Load a split of a data set.
+
+    Args:
+        name: digits (inside scikit-learn), mnist, cifar10, cifar100 (Parquet files, as on the Hugging Face hub),
+            imagenet or ``folder:PATH`` (folders train and val of one folder per class).
+        split: train or test.
+        data_dir: where the files are, in a folder of the data set's name or directly; else the environment variable
+            MIMICNORM_DATA says, else they come from the hub.
+        limit: take at most so many samples, spread evenly over the classes.
+        augment: what `Source.batches` does where asked to augment. standard: shifts (4 pixels, CIFAR; 2, MNIST; 1,
+            digits) and, but for digits, mirror images; crops of 8 to 100 % of the area for folders. light: mirror
+            images alone; crops of 25 to 100 %. none: nothing.
+
+    Example:
+        >>> digits = load("digits", "test")
+        >>> images, labels = next(digits.batches([torch.arange(4)], seed=0, epoch=0, augment=False))
+        >>> images.shape, labels.shape, len(digits)
+        (torch.Size([4, 1, 8, 8]), torch.Size([4]), 359)
+    """
+    if split not in ("train", "test"):
+        raise DataError(f"split must be 'train' or 'test', not {split!r}")
+    if augment not in ("standard", "light", "none"):
+        raise DataError(f"augment must be standard, light or none, not {augment!r}")
+    if data_dir is None:
+        data_dir = os.environ.get("MIMICNORM_DATA") or None
+    root = None if data_dir is None else Path(data_dir).expanduser()
+    if name.startswith("folder:"):
+        return Folder.open(Path(name.removeprefix("folder:")).expanduser(), split, limit=limit, augment=augment)
+    if name == "imagenet":
+        if root is None:
+            raise DataError("imagenet is read from a folder: give data_dir (--data-dir) or set MIMICNORM_DATA")
+        path = root / "imagenet" if (root / "imagenet").is_dir() else root
+        return Folder.open(path, split, limit=limit, augment=augment)
+    if name == "digits":
+        images, labels = _digits(split, limit)
+        return Memory(
+            *("digits", 10, (1, 8, 8), "cifar", augment, (0.3053,), (0.3761,)), images, labels, pad=1, flip=False
+        )
+    if name not in _KNOWN:
+        near = difflib.get_close_matches(name.lower(), names(), n=2, cutoff=0.5)
+        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+        raise NameNotFoundError(f"there is no data set {name!r}.{hint} Known: {', '.join(names())}.")
+    known = _KNOWN[name]
+    files = _hub_files(name, split) if root is None else _local_files(name, split, root)
+    images, labels = read(files, known.columns, classes=known.classes, shape=known.shape, limit=limit)
+    return Memory(
+        *(name, known.classes, known.shape, "cifar", augment, known.mean, known.std),
+        *(images, labels, known.pad, known.flip),
+    )
+
+
+def _digits(split: Split, limit: int | None) -> tuple[Tensor, Tensor]:
+    """Every fifth image of a class, at random but always the same ones, is for testing."""
+    data = require("sklearn.datasets").load_digits()
+    images = torch.from_numpy(data.images * (255 / 16)).round().to(torch.uint8)[:, None]
+    labels = torch.from_numpy(data.target).long()
+    test = torch.zeros(len(labels), dtype=torch.bool)
+    test[subset(labels, len(labels) // 5)] = True
+    mine = (test if split == "test" else ~test).nonzero()[:, 0]
+    mine = mine[subset(labels[mine], limit)]
+    return images[mine], labels[mine]
+
+
+def _local_files(name: str, split: Split, root: Path) -> list[Path]:
+    if not root.is_dir():
+        raise DataError(f"the data folder {str(root)!r} does not exist")
+    folder = root / name if (root / name).is_dir() else root
+    files = sorted(folder.glob(f"{split}*.parquet"))
+    if not files:
+        raise DataError(
+            f"no {split}*.parquet of {name} in {str(folder)!r}: put the hub's files there or in {str(root / name)!r}, "
+            f"or give no data folder to fetch them from the hub"
+        )
+    return files
+
+
+def _hub_files(name: str, split: Split) -> list[Path]:
+    hub = require("huggingface_hub")
+    known = _KNOWN[name]
+    file = f"{known.folder}/{split}-00000-of-00001.parquet"
+    try:
+        return [Path(hub.hf_hub_download(known.repository, file, repo_type="dataset"))]
+    except Exception as error:  # the hub's client raises many kinds, for one cause: the file cannot be had
+        reason = str(error).strip().partition("\n")[0]
+        raise DataError(
+            f"{name} cannot be fetched from the hub ({known.repository}: {reason}). Give a folder of its Parquet files "
+            f"as data_dir (--data-dir) or in MIMICNORM_DATA"
+        ) from error

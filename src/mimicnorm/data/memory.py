@@ -1,0 +1,69 @@
+"""Data sets that fit in memory: one tensor of bytes, augmented a batch at a time on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from mimicnorm.data.counter import uniforms
+from mimicnorm.data.source import Source
+
+
+@dataclass
+class Memory(Source):
+    """Images (N, C, H, W) of bytes and their labels.
+
+    Attributes:
+        images: uint8.
+        labels: int64.
+        pad: black pixels around an image before it is cropped at random to its own size.
+        flip: whether half of the images are mirrored.
+    """
+
+    images: Tensor = field(repr=False)
+    labels: Tensor = field(repr=False)
+    pad: int = 4
+    flip: bool = True
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def batches(
+        self, indices: Sequence[Tensor], *, seed: int, epoch: int, augment: bool, device: torch.device | str = "cpu"
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        self.images, self.labels = self.images.to(device), self.labels.to(device)  # moved once, then stays
+        for chosen in indices:
+            where = chosen.to(device)
+            images = self.images[where]
+            if augment and self.augment != "none":
+                pad = self.pad if self.augment == "standard" else 0
+                images = crop_and_flip(images, uniforms(seed, epoch, chosen, 3), pad=pad, flip=self.flip)
+            yield self.normalise(images), self.labels[where]
+
+
+def crop_and_flip(images: Tensor, draws: Tensor, *, pad: int, flip: bool) -> Tensor:
+    """Shift each image by up to ``pad`` pixels each way, with black coming in, and mirror half of them.
+
+    Args:
+        images: (B, C, H, W).
+        draws: (B, 3) uniform numbers: down, right, mirrored.
+        pad: the largest shift; 0 for none.
+        flip: whether to mirror.
+    """
+    b, c, h, w = images.shape
+    if pad:
+        padded = F.pad(images, (pad, pad, pad, pad))
+        down, right = (draws[:, :2] * (2 * pad + 1)).long().to(images.device).unbind(1)
+        rows = torch.arange(c, device=images.device)[:, None] * (h + 2 * pad) + torch.arange(h, device=images.device)
+        image_rows = torch.arange(b, device=images.device) * c * (h + 2 * pad) + down
+        starts = (image_rows[:, None, None] + rows) * (w + 2 * pad) + right[:, None, None]
+        windows = padded.view(-1).unfold(0, w, 1)  # every run of w pixels, as a view
+        images = windows[starts.flatten()].view(b, c, h, w)
+    if flip:
+        mirrored = (draws[:, 2] < 0.5).to(images.device)
+        images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
+    return images

@@ -1,0 +1,97 @@
+"""Images and labels from Parquet files as the Hugging Face hub keeps them: a column {bytes, path} and one of labels."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mimicnorm.data.requirements import require
+from mimicnorm.data.source import subset
+from mimicnorm.errors import DataError
+
+Columns = tuple[tuple[str, ...], tuple[str, ...]]
+
+
+def read(
+    files: Sequence[Path], columns: Columns, *, classes: int, shape: tuple[int, int, int], limit: int | None
+) -> tuple[Tensor, Tensor]:
+    """Read images (N, C, H, W) of bytes and labels; only those that ``limit`` takes are decoded.
+
+    Args:
+        files: in order.
+        columns: the names that the image and the label column may have.
+        classes: labels must be below.
+        shape: that every image must have.
+        limit: samples to take, evenly over the classes.
+    """
+    tables = [_table(file, columns) for file in files]
+    labels = torch.cat([_labels(file, label, classes) for file, (_, label) in zip(files, tables, strict=True)])
+    chosen = subset(labels, limit)
+    images = torch.empty((len(chosen), *shape), dtype=torch.uint8)
+    filled = images.permute(0, 2, 3, 1).numpy()  # a view: what is decoded into it is in images
+    places = iter(enumerate(chosen.tolist()))
+    place, row = next(places, (0, -1))
+    start = 0
+    for file, (column, _) in zip(files, tables, strict=True):
+        encoded = column.to_pylist()
+        while start <= row < start + len(encoded):
+            _decode(file, row - start, encoded[row - start], filled[place])
+            place, row = next(places, (0, -1))
+        start += len(encoded)
+    return images, labels[chosen]
+
+
+def _table(file: Path, columns: Columns) -> tuple:
+    """The bytes of the images and the labels of a file, as columns."""
+    pyarrow, parquet = require("pyarrow"), require("pyarrow.parquet")
+    try:
+        schema = parquet.read_schema(file)
+        found = []
+        for accepted in columns:
+            name = next((name for name in accepted if name in schema.names), None)
+            if name is None:
+                raise DataError(f"{file} has no column {' or '.join(accepted)}: it has {', '.join(schema.names)}")
+            found.append(name)
+        table = parquet.read_table(file, columns=found)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise DataError(f"{file} cannot be read as Parquet: {str(error).partition(chr(10))[0]}") from error
+    image, label = (table.column(name).combine_chunks() for name in found)
+    if pyarrow.types.is_struct(image.type) and image.type.get_field_index("bytes") >= 0:
+        image = pyarrow.compute.struct_field(image, "bytes")
+    if not (pyarrow.types.is_binary(image.type) or pyarrow.types.is_large_binary(image.type)):
+        raise DataError(f"{file}: column {found[0]} must hold encoded images (bytes), not {image.type}")
+    if not pyarrow.types.is_integer(label.type):
+        raise DataError(f"{file}: column {found[1]} must hold integers, not {label.type}")
+    return image, label
+
+
+def _labels(file: Path, column, classes: int) -> Tensor:
+    empty = column.is_null().to_numpy(zero_copy_only=False)
+    labels = column.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(wrong):
+        row = int(wrong[0])
+        value = "missing" if empty[row] else labels[row]
+        raise DataError(f"{file}, row {row}: the label is {value}; labels must be 0 to {classes - 1}")
+    return torch.from_numpy(labels)
+
+
+def _decode(file: Path, row: int, encoded: bytes | None, target: np.ndarray) -> None:
+    if encoded is None:
+        raise DataError(f"{file}, row {row}: the image is missing")
+    pil = require("PIL.Image")
+    try:
+        with pil.open(io.BytesIO(encoded)) as image:
+            pixels = np.asarray(image)
+    except (OSError, SyntaxError, ValueError, pil.DecompressionBombError) as error:
+        raise DataError(f"{file}, row {row}: the image does not decode ({error})") from error
+    pixels = pixels[:, :, None] if pixels.ndim == 2 else pixels
+    if pixels.shape != target.shape or pixels.dtype != np.uint8:
+        expected, got = (" x ".join(map(str, s)) for s in (target.shape, pixels.shape))
+        raise DataError(f"{file}, row {row}: the image is {got} (height, width, channels); it must be {expected} bytes")
+    target[...] = pixels

@@ -1,0 +1,80 @@
+"""What training needs of a data set, and what all of them share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from mimicnorm.data.counter import uniforms
+from mimicnorm.errors import DataError
+
+Augment = Literal["standard", "light", "none"]
+
+
+@dataclass
+class Source(ABC):
+    """A split of a data set.
+
+    Attributes:
+        name: of the data set.
+        classes: how many labels there are.
+        shape: of an image: channels, height, width.
+        input: which stem suits the images, as in ``models.build``.
+        augment: how strongly images are changed at random when `batches` is asked to.
+        mean: of each channel, in units of the largest value, subtracted.
+        std: of each channel, divided by.
+    """
+
+    name: str
+    classes: int
+    shape: tuple[int, int, int]
+    input: Literal["cifar", "imagenet"]
+    augment: Augment
+    mean: tuple[float, ...]
+    std: tuple[float, ...]
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def batches(
+        self, indices: Sequence[Tensor], *, seed: int, epoch: int, augment: bool, device: torch.device | str = "cpu"
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (images, labels) for each tensor of sample indices: float32, normalised, NCHW; int64.
+
+        What is random about an image depends on (seed, epoch, its index) alone: any split over processes, any
+        micro-batch size and any resumed run see the same images.
+        """
+
+    def normalise(self, images: Tensor) -> Tensor:
+        """Images of bytes as float32 with channels of mean 0 and variance 1."""
+        mean, std = (torch.tensor(v, device=images.device).view(-1, 1, 1) for v in (self.mean, self.std))
+        return (images - 255 * mean).div_(255 * std)
+
+
+def subset(labels: Tensor, limit: int | None) -> Tensor:
+    """Indices of at most ``limit`` samples, spread evenly over the classes: the same ones in every process.
+
+    A larger limit adds samples to those of a smaller one.
+
+    Example:
+        >>> labels = torch.tensor([0, 0, 0, 0, 1, 1])
+        >>> labels[subset(labels, 4)]
+        tensor([0, 0, 1, 1])
+    """
+    if limit is None:
+        return torch.arange(len(labels))
+    if limit < 1:
+        raise DataError(f"limit must be at least 1, not {limit}")
+    order = uniforms(0, 0, torch.arange(len(labels)), 1)[:, 0].argsort()
+    order = order[labels[order].argsort(stable=True)]  # by class, at random within each
+    counts = labels.bincount()
+    starts = counts.cumsum(0) - counts
+    turn = torch.empty_like(order)
+    turn[order] = torch.arange(len(order)) - starts[labels[order]]
+    return order[turn[order].argsort(stable=True)][:limit].sort().values
