@@ -3,9 +3,8 @@
 from mimicnorm.layers.affine import Remains, Scale, ScaledOutput, Shift, scale_output_
 from mimicnorm.layers.centring import autocast_dtype, centre, fan_in
 from mimicnorm.layers.last_norm import LastNorm, LastNormed, last_norm_
+from mimicnorm.layers.reweight import LINEAR_CALLS, WEIGHT_LAYERS, Reweighted, has_own_forward, plain_kind
 from mimicnorm.layers.weight_mean import (
-    LINEAR_CALLS,
-    WEIGHT_LAYERS,
     WeightMean,
     WeightMeanConv1d,
     WeightMeanConv2d,
@@ -15,8 +14,6 @@ from mimicnorm.layers.weight_mean import (
     WeightMeanConvTranspose3d,
     WeightMeanLinear,
     centre_,
-    has_own_forward,
-    plain_kind,
     weight_mean_class,
 )
 
@@ -26,6 +23,7 @@ __all__ = [
     "LastNorm",
     "LastNormed",
     "Remains",
+    "Reweighted",
     "Scale",
     "ScaledOutput",
     "Shift",

@@ -69,7 +69,7 @@ class ScaledOutput(Derived):
 @functools.cache
 def scaled_output_class(base: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a layer's class that multiplies its own output."""
-    return derive(scaled_output_class, ScaledOutput, base, "ScaledOutput")
+    return derive(scaled_output_class, "ScaledOutput", base, ScaledOutput)
 
 
 def scale_output_(layer: nn.Module, residual_scale: Parameter) -> nn.Module:

@@ -30,15 +30,15 @@ class Derived:
         return _blank, (cls.factory, cls.base), self.__getstate__()
 
 
-def derive(factory: Callable, mixin: type, base: type[nn.Module], prefix: str) -> type[nn.Module]:
-    """Make the class ``(mixin, base)`` for a factory; the name shows both."""
+def derive(factory: Callable, prefix: str, base: type[nn.Module], *mixins: type) -> type[nn.Module]:
+    """Make the class ``(*mixins, base)`` for a factory; the name shows both."""
     members = {
-        "__module__": mixin.__module__,
-        "__doc__": mixin.__doc__,
+        "__module__": mixins[0].__module__,
+        "__doc__": mixins[0].__doc__,
         "base": base,
         "factory": staticmethod(factory),
     }
-    return type(f"{prefix}{base.__name__}", (mixin, base), members)
+    return type(f"{prefix}{base.__name__}", (*mixins, base), members)
 
 
 def _blank(factory: Callable, base: type[nn.Module]) -> nn.Module:

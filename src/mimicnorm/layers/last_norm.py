@@ -290,7 +290,7 @@ class LastNormed(Derived):
 @functools.cache
 def last_normed_class(base: type[nn.Module]) -> type[nn.Module]:
     """The subclass of a head's class that normalises its own output."""
-    return derive(last_normed_class, LastNormed, base, "LastNormed")
+    return derive(last_normed_class, "LastNormed", base, LastNormed)
 
 
 def last_norm_(head: nn.Module, norm: LastNorm) -> nn.Module:
