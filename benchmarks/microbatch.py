@@ -4,199 +4,40 @@
 
 exact      relative error of the gradient, five networks, micro-batches 1 to 16 of 32, fp64 and fp32; beside it the
            error of plain accumulation
-randomness with dropout and stochastic depth, against one graph over the same micro-batches and random numbers
-compiled   bodies under torch.compile
+randomness the same with dropout and stochastic depth, against one graph over the same micro-batches and random numbers
+compiled   the same with bodies under torch.compile
 ranks      the same over 2 and 3 processes with uneven shares
 training   50 steps at batch 64 and at micro-batch 4: how far the weights are apart, converted and with BatchNorm
 memory     peak of what autograd keeps, at batch 64 and at micro-batch 1 of 64
 time       a batch in micro-batches of 8, exactly and by plain accumulation: ratio over interleaved rounds
 accuracy   digits, batch 64, micro-batches 1 to 64: BatchNorm, GroupNorm + weight standardisation, MimicNorm
 figures    draws the last but one and the training run from their JSON files
+
+The first four are in ``exactness.py``; they and ``accuracy`` keep every row as soon as it is there, and go on where
+they were interrupted.
 """
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import statistics
 import sys
-import tempfile
 import time
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 
+import exactness
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
-from provenance import RESULTS, ROOT, provenance, save
+from exactness import NETWORKS, accumulate, resnet18
+from provenance import RESULTS, ROOT, Rows, provenance, save
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
-
-sys.path.insert(0, str(ROOT / "tests" / "microbatch"))
-
-import zoo
-from whole_and_parts import SavedBytes, Segmenter, dict_loss, full_batch, gradient, one_graph
+from whole_and_parts import SavedBytes, dict_loss
 
 import mimicnorm as mn
-from mimicnorm.microbatch import AccumulationWarning, backward
+from mimicnorm.microbatch import backward
 
-MICRO_BATCHES = (1, 2, 3, 7, 16)
-BATCH = 32
 FIGURES = ROOT / "docs" / "figures"
-
-
-# -- networks ----------------------------------------------------------------------------------------------------
-
-
-def resnet18(classes: int = 10) -> nn.Module:
-    return zoo.torchvision().models.resnet18(num_classes=classes)
-
-
-def vgg11(classes: int = 10) -> nn.Module:
-    """VGG-11 with global pooling and a small classifier, as is usual for small images."""
-    net = zoo.torchvision().models.vgg11_bn(init_weights=False)
-    net.avgpool = nn.AdaptiveAvgPool2d(1)
-    net.classifier = nn.Sequential(nn.Linear(512, 256), nn.ReLU(True), nn.Dropout(), nn.Linear(256, classes))
-    return net
-
-
-def shufflenet(classes: int = 10) -> nn.Module:
-    return zoo.torchvision().models.shufflenet_v2_x0_5(num_classes=classes)
-
-
-def efficientnet_b0(classes: int = 10) -> nn.Module:
-    return zoo.torchvision().models.efficientnet_b0(num_classes=classes)
-
-
-NETWORKS: dict[str, Callable[[], nn.Module]] = {
-    "ResNet-18": resnet18,
-    "VGG-11": vgg11,
-    "ShuffleNetV2 0.5": shufflenet,
-    "EfficientNet-B0": efficientnet_b0,
-    "segmentation": Segmenter,
-}
-
-
-def built(name: str, dtype: torch.dtype, random: bool = False) -> tuple[nn.Module, Callable, Tensor, Tensor]:
-    """A converted network, its loss, a batch of 32."""
-    torch.manual_seed(0)
-    net = NETWORKS[name]().to(dtype)
-    if not random:
-        for m in net.modules():
-            if "dropout" in type(m).__name__.lower() or "stochastic" in type(m).__name__.lower():
-                m.p = 0.0
-    side = 64 if name == "EfficientNet-B0" else 32  # which halves its input five times
-    x = torch.randn(BATCH, 3, side, side, dtype=dtype)
-    mn.convert_(net, mn.MimicNorm(), example=x)
-    if name == "segmentation":
-        return net, dict_loss, x, torch.randint(4, (BATCH, 32, 32))
-    return net, F.cross_entropy, x, torch.randint(10, (BATCH,))
-
-
-def accumulate(net: nn.Module, loss_fn: Callable, x: Tensor, y: Tensor, micro_batch: int) -> None:
-    """Plain accumulation: every micro-batch by itself."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", AccumulationWarning)
-        for a, b in zip(x.split(micro_batch), y.split(micro_batch), strict=True):
-            (loss_fn(net(a), b) * (len(a) / len(x))).backward()
-
-
-def error(net: nn.Module, right: Tensor) -> float:
-    return float((gradient(net) - right).norm() / right.norm())
-
-
-def head_of(net: nn.Module) -> str:
-    return next(n for n, m in net.named_modules() if hasattr(m, "last_norm"))
-
-
-# -- parts -------------------------------------------------------------------------------------------------------
-
-
-def exact() -> dict:
-    rows = []
-    for name in NETWORKS:
-        for dtype in (torch.float64, torch.float32):
-            net, loss_fn, x, y = built(name, dtype)
-            whole, _ = full_batch(net, loss_fn, x, y)
-            right = gradient(whole)
-            for micro_batch in MICRO_BATCHES:
-                net.zero_grad()
-                backward(net, loss_fn, x, y, micro_batch=micro_batch)
-                row = {"network": name, "dtype": str(dtype)[6:], "micro_batch": micro_batch, "error": error(net, right)}
-                if dtype == torch.float64 and micro_batch in (2, 7, 16):
-                    net.zero_grad()
-                    accumulate(net, loss_fn, x, y, micro_batch)
-                    row["plain_accumulation_error"] = error(net, right)
-                rows.append(row)
-                print(row)
-    return {"gradient": rows}
-
-
-def randomness() -> dict:
-    rows = []
-    for name in ("VGG-11", "EfficientNet-B0"):  # dropout; dropout and stochastic depth
-        net, loss_fn, x, y = built(name, torch.float64, random=True)
-        for micro_batch in (1, 7):
-            reference = copy.deepcopy(net)
-            torch.manual_seed(1)
-            one_graph(reference, loss_fn, x, y, micro_batch, head_of(reference))
-            net.zero_grad()
-            torch.manual_seed(1)
-            backward(net, loss_fn, x, y, micro_batch=micro_batch)
-            rows.append({"network": name, "micro_batch": micro_batch, "error": error(net, gradient(reference))})
-            print(rows[-1])
-    return {"gradient_fp64": rows}
-
-
-def compiled() -> dict:
-    rows = []
-    for name in ("segmentation", "VGG-11"):
-        net, loss_fn, x, y = built(name, torch.float64)
-        right = gradient(full_batch(net, loss_fn, x, y)[0])
-        body = torch.compile(net)
-        net.zero_grad()
-        backward(body, loss_fn, x, y, micro_batch=16)
-        rows.append({"network": name, "micro_batch": 16, "error": error(net, right)})
-        print(rows[-1])
-    return {"gradient_fp64": rows}
-
-
-SHARES = {2: (13, 19), 3: (5, 20, 7)}
-
-
-def _rank(rank: int, world: int, name: str, folder: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
-    net, loss_fn, x, y = built(name, torch.float64)
-    wrapped = DistributedDataParallel(net)
-    parts = {}
-    for micro_batch in (1, 3, 7):
-        net.zero_grad()
-        share = [t.split(SHARES[world])[rank] for t in (x, y)]
-        backward(wrapped, loss_fn, *share, micro_batch=micro_batch)
-        parts[micro_batch] = gradient(net).clone()
-    torch.save(parts, f"{folder}/{rank}.pt")
-    dist.destroy_process_group()
-
-
-def ranks() -> dict:
-    rows = []
-    for name in ("ShuffleNetV2 0.5", "segmentation"):
-        net, loss_fn, x, y = built(name, torch.float64)
-        right = gradient(full_batch(net, loss_fn, x, y)[0])
-        for world, shares in SHARES.items():
-            with tempfile.TemporaryDirectory() as folder:
-                mp.spawn(_rank, (world, name, folder), nprocs=world)
-                found = [torch.load(f"{folder}/{r}.pt") for r in range(world)]
-            for micro_batch in found[0]:
-                worst = max(float((f[micro_batch] - right).norm() / right.norm()) for f in found)
-                rows.append({"network": name, "shares": shares, "micro_batch": micro_batch, "error": worst})
-                print(rows[-1])
-    return {"gradient_fp64": rows}
 
 
 class Residual(nn.Module):
@@ -349,29 +190,21 @@ def timing(batch: int = 32, side: int = 112, micro_batch: int = 8, rounds: int =
 
 WAYS = {
     "BatchNorm": ("batchnorm", "accumulate"),
-    "GroupNorm + WS": ("groupnorm+ws", "accumulate"),
     "MimicNorm, plain accumulation": ("mimicnorm", "accumulate"),
     "MimicNorm, microbatch.backward": ("mimicnorm", "exact"),
+    "GroupNorm + WS": ("groupnorm+ws", "accumulate"),
 }
 
 
-def accuracy(epochs: int = 4, batch: int = 64, seeds: int = 3, lr: float = 0.1) -> dict:
-    """Every row is kept as soon as it is there, and a run that was interrupted goes on."""
-    setting = {"epochs": epochs, "batch": batch, "seeds": seeds, "lr": lr}
-    path = RESULTS / "microbatch-accuracy.json"
-    before = json.loads(path.read_text()) if path.exists() else {}
-    rows = before["rows"] if setting.items() <= before.items() else []
+def accuracy(epochs: int = 4, batch: int = 64, seeds: int = 3, lr: float = 0.1) -> None:
+    rows = Rows("microbatch-accuracy", "method", "micro_batch", epochs=epochs, batch=batch, seeds=seeds, lr=lr)
     for name, (method, way) in WAYS.items():
         for micro_batch in (64, 16, 4, 2, 1):
             if micro_batch == 1 and (method, way) == ("mimicnorm", "accumulate"):
                 continue  # a lone sample has no variance: an error that says so
-            if any(r["method"] == name and r["micro_batch"] == micro_batch for r in rows):
-                continue
-            found = [trained(method, way, micro_batch, seed, epochs, batch, lr) for seed in range(seeds)]
-            rows.append({"method": name, "micro_batch": micro_batch, "accuracy": found})
-            print(rows[-1])
-            save("microbatch-accuracy", {**setting, "rows": rows})
-    return {**setting, "rows": rows}
+            if (name, micro_batch) not in rows:
+                found = [trained(method, way, micro_batch, seed, epochs, batch, lr) for seed in range(seeds)]
+                rows.add({"method": name, "micro_batch": micro_batch, "accuracy": found})
 
 
 def trained(method: str, way: str, micro_batch: int, seed: int, epochs: int, batch: int, lr: float) -> float:
@@ -441,34 +274,28 @@ def figures() -> None:
     axes.set_ylim(floor, 100)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes := (1, 2, 4, 16, 64), [str(s) for s in sizes])
-    axes.set_xlabel(f"micro-batch (batch {data['batch']} in all)")
+    axes.set_xlabel(f"micro-batch (batch {data['settings']['batch']} in all)")
     axes.set_ylabel("test accuracy on digits, %")
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     figure.savefig(FIGURES / "microbatch-accuracy.png", dpi=150)
 
 
-PARTS: dict[str, Callable[[], dict]] = {
-    "exact": exact,
-    "randomness": randomness,
-    "compiled": compiled,
-    "ranks": ranks,
-    "training": training,
-    "memory": memory,
-    "time": timing,
-    "accuracy": accuracy,
-}
+PARTS: dict[str, Callable[[], dict]] = {"training": training, "memory": memory, "time": timing}
 
 
 def main(names: list[str]) -> None:
     torch.set_num_threads(int(os.environ.get("THREADS", "2")))
-    for name in names or [*PARTS, "figures"]:
+    threads = torch.get_num_threads()
+    for name in names or [*exactness.PARTS, *PARTS, "accuracy", "figures"]:
         if name == "figures":
             figures()
+        elif name == "accuracy":
+            accuracy()
+        elif name in exactness.PARTS:
+            part, key = exactness.PARTS[name]
+            part(Rows(f"microbatch-{name}", *key, part=name, threads=threads))
         else:
-            path = save(
-                f"microbatch-{name}", {**PARTS[name](), **provenance(part=name, threads=torch.get_num_threads())}
-            )
-            print(Path(path).name)
+            save(f"microbatch-{name}", {**PARTS[name](), **provenance(part=name, threads=threads)})
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ sys.path.insert(0, str(ROOT / "tests"))  # the shim for torchvision lives with t
 
 import zoo  # noqa: E402
 
-__all__ = ["RESULTS", "ROOT", "provenance", "save", "zoo"]
+__all__ = ["RESULTS", "ROOT", "Rows", "provenance", "save", "zoo"]
 
 
 def provenance(**settings: object) -> dict:
@@ -44,3 +44,28 @@ def save(name: str, data: dict) -> Path:
     temporary.write_text(json.dumps(data, indent=1) + "\n")
     os.replace(temporary, path)
     return path
+
+
+class Rows:
+    """The rows of a result file, kept as soon as they are there.
+
+    A run that was interrupted goes on where it was, but only with the same code, versions and settings: a file never
+    holds rows of two states of the code.
+    """
+
+    def __init__(self, name: str, *key: str, **settings: object):
+        self.name, self.key = name, key
+        self.about = json.loads(json.dumps(provenance(**settings)))
+        path = RESULTS / f"{name}.json"
+        before = json.loads(path.read_text()) if path.exists() else {}
+        self.rows: list[dict] = before["rows"] if self.about.items() <= before.items() else []
+
+    def __contains__(self, key: tuple) -> bool:
+        """Whether the row with these values of the key is there."""
+        return json.loads(json.dumps(key)) in ([row[k] for k in self.key] for row in self.rows)
+
+    def add(self, row: dict, **summary: object) -> None:
+        """Append a row, with what sums all of them up, and write the file."""
+        print(row, flush=True)
+        self.rows.append(row)
+        save(self.name, {**self.about, **summary, "rows": self.rows})

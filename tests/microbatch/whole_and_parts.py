@@ -52,15 +52,18 @@ class AveragedHeads(Classifier):
 class Segmenter(nn.Module):
     """A 1x1 convolution as the head, upsampled; an auxiliary head; a dict out."""
 
-    def __init__(self) -> None:
+    def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.body = body()
+        self.body = body(dropout)
         self.head = nn.Conv2d(12, 4, 1)
         self.auxiliary = nn.Conv2d(12, 4, 1)
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         y = self.body(x)
-        up = [F.interpolate(h(y), x.shape[2:], mode="bilinear") for h in (self.head, self.auxiliary)]
+        return self.tail(x, self.head(y), self.auxiliary(y))
+
+    def tail(self, x: Tensor, *heads: Tensor) -> dict[str, Tensor]:
+        up = [F.interpolate(h, x.shape[2:], mode="bilinear") for h in heads]
         return {"out": up[0], "aux": up[1]}
 
 
@@ -116,13 +119,17 @@ def batch(n: int = 32, dtype: torch.dtype = torch.float64, classes: int = 5) -> 
     return torch.randn(n, 3, 9, 9, generator=g, dtype=dtype), torch.randint(classes, (n,), generator=g)
 
 
-def one_graph(net: nn.Module, loss_fn: Callable, x: Tensor, y: Tensor, micro_batch: int, head: str = "fc") -> Tensor:
+def one_graph(net: nn.Module, loss_fn: Callable, x: Tensor, y: Tensor, micro_batch: int) -> Tensor:
     """Backward through one graph over the same micro-batches: dropout draws what it draws for each of them."""
-    norm: LastNorm = net.get_submodule(head).last_norm
-    norm.intercept = lambda logits: logits
-    logits = torch.cat([net(part) for part in x.split(micro_batch)])
-    norm.intercept = None
-    loss = loss_fn(norm(logits), y)
+    raw: dict[LastNorm, list[Tensor]] = {m: [] for m in net.modules() if isinstance(m, LastNorm)}
+    for norm, kept in raw.items():
+        norm.intercept = lambda logits, kept=kept: kept.append(logits) or logits
+    for part in x.split(micro_batch):
+        net(part)
+    for norm in raw:
+        norm.intercept = None
+    normed = [norm(torch.cat(kept)) for norm, kept in raw.items()]
+    loss = loss_fn(net.tail(x, *normed) if hasattr(net, "tail") else normed[0], y)
     loss.backward()
     return loss.detach()
 
