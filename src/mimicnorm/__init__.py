@@ -30,12 +30,12 @@ _WHERE = {
     "BatchNorm": "methods",
     "MimicNormError": "errors",
 }
-_MODULES = ("data", "errors", "layers", "memory", "methods", "microbatch", "models", "theory")
+_MODULES = ("data", "errors", "layers", "memory", "methods", "microbatch", "models", "theory", "training")
 
 __all__ = [*_WHERE, *_MODULES]
 
 if TYPE_CHECKING:
-    from mimicnorm import data, errors, layers, memory, methods, microbatch, models, theory
+    from mimicnorm import data, errors, layers, memory, methods, microbatch, models, theory, training
     from mimicnorm.errors import MimicNormError
     from mimicnorm.methods import BatchNorm, LastBN, MimicNorm, NoNorm, WeightMean
     from mimicnorm.planning import plan

@@ -11,11 +11,13 @@ import tyro
 from mimicnorm.cli.convert import Convert
 from mimicnorm.cli.memory import Memory
 from mimicnorm.cli.theory import Theory
+from mimicnorm.cli.train import Train
 
 Command = (
     Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[Memory, tyro.conf.subcommand("memory")]
     | Annotated[Theory, tyro.conf.subcommand("theory")]
+    | Annotated[Train, tyro.conf.subcommand("train")]
 )
 
 DESCRIPTION = "Take BatchNorm out of a network and keep what it was good for."

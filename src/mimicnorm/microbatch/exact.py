@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mimicnorm.errors import MicroBatchError
+from mimicnorm.errors import MicroBatchError, NonFiniteError
 from mimicnorm.layers import LastNorm
 from mimicnorm.layers.last_norm import refused, world_size
 from mimicnorm.microbatch import ranks
@@ -180,7 +180,7 @@ class _Loss:
         if not loss.requires_grad:
             raise MicroBatchError("the loss depends on nothing that requires a gradient: is this inside no_grad?")
         if not bool(loss.isfinite()):
-            raise MicroBatchError(f"the loss is {loss.item()} for {where}")
+            raise NonFiniteError(f"the loss is {loss.item()} for {where}")
         loss = loss * (self.weight * samples if self.is_mean else self.weight)
         return (loss if self.scaler is None else self.scaler.scale(loss)), loss.detach()
 
@@ -376,6 +376,6 @@ def _require_finite(found: dict[str, list[Any]], piece: MicroBatch, consequence:
             if isinstance(t, Tensor) and is_inexact(t) and not bool(t.isfinite().all()):
                 kind = "NaN" if bool(t.isnan().any()) else "infinite"
                 where = f"{name}: " if name else ""
-                raise MicroBatchError(
+                raise NonFiniteError(
                     f"{where}{kind} logits in {piece}{consequence}. Look at these samples, or lower the learning rate"
                 )

@@ -1,0 +1,69 @@
+"""``mimicnorm train``: one recipe, every field of it a flag, in a folder that can be gone on with."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import tyro
+
+from mimicnorm.training.recipes import Recipe, recipe
+
+
+@dataclass
+class Options:
+    """Train one recipe; the same command again goes on where it stopped."""
+
+    recipe: Annotated[str, tyro.conf.Positional]
+    """The recipe, such as cifar100-resnet18, cifar100-resnet18-desk or digits-resnet10."""
+    out: Path | None = None
+    """The run's folder; runs/RECIPE-METHOD-seedN if not given."""
+    data_dir: Path | None = None
+    """Where the data is; else the environment variable MIMICNORM_DATA, else the hub."""
+    tensorboard: bool = False
+    """Write TensorBoard events, too, with the last BN's running variance per class."""
+    checkpoint_steps: int = 0
+    """Save every so many steps, beside the end of each epoch."""
+    checkpoint_seconds: float = 600.0
+    """Save when this long has passed."""
+    device: str = "auto"
+    """cpu, cuda, ...; auto is the GPU if there is one."""
+
+    def run(self) -> None:
+        """Train, or go on; say how it ended."""
+        from mimicnorm.training import train
+
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe)}
+        chosen = recipe(self.recipe, **{k: v for k, v in given.items() if v is not None})
+        out = self.out or Path("runs") / f"{self.recipe}-{chosen.method}-seed{chosen.seed}"
+        options = ("data_dir", "tensorboard", "checkpoint_steps", "checkpoint_seconds", "device")
+        result = train(chosen, out, **{k: getattr(self, k) for k in options})
+        if result.status == "interrupted":
+            raise SystemExit(128 + (result.signal or 2))
+        top1 = "" if result.top1 is None else f", top-1 {result.top1:.2%}"
+        print(f"{result.status} at step {result.step}{top1}: {out}")
+
+
+def _as_flags() -> type:
+    """``Options`` with one flag per field of a recipe, so that none is written twice; what is not given stays."""
+    types = get_type_hints(Recipe)
+    body: Any = ast.parse(inspect.getsource(Recipe)).body[0]
+    texts = {a.target.id: t.value.value for a, t in zip(body.body, body.body[1:], strict=False) if _field(a)}
+    flags: list[Any] = []
+    for f in dataclasses.fields(Recipe):
+        described = Annotated[types[f.name] | None, tyro.conf.arg(help=f"{texts[f.name]} The recipe's if not given.")]
+        flags.append((f.name, described, None))
+    made = dataclasses.make_dataclass("Train", flags, bases=(Options,))
+    made.__doc__ = Options.__doc__
+    return made
+
+
+def _field(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.AnnAssign)
+
+
+Train: Any = _as_flags()

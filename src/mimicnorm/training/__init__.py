@@ -1,0 +1,35 @@
+"""Training to trust: recipes as data, a loop of one page, runs that a kill, a full disk or a lost process cannot spoil.
+
+    result = mimicnorm.training.train(mimicnorm.training.recipe("digits-resnet10"), "runs/digits")
+
+The same call on the same folder resumes, or returns the finished result. Start reading in ``loop.py``. Names load
+on first use: the command line reads the recipes and must not wait for torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+_WHERE = {
+    "RECIPES": "recipes",
+    "Recipe": "recipes",
+    "recipe": "recipes",
+    "Result": "folder",
+    "network": "build",
+    "train": "loop",
+}
+
+__all__ = ["RECIPES", "Recipe", "Result", "network", "recipe", "train"]
+
+if TYPE_CHECKING:
+    from mimicnorm.training.build import network
+    from mimicnorm.training.folder import Result
+    from mimicnorm.training.loop import train
+    from mimicnorm.training.recipes import RECIPES, Recipe, recipe
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _WHERE:
+        raise AttributeError(f"module 'mimicnorm.training' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"mimicnorm.training.{_WHERE[name]}"), name)

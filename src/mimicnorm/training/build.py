@@ -1,0 +1,58 @@
+"""From a recipe to the network it trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import torch
+from torch import Tensor, nn
+
+from mimicnorm import models
+from mimicnorm.data import Source
+from mimicnorm.errors import RecipeError
+from mimicnorm.methods import Method, method
+from mimicnorm.surgery import convert_
+from mimicnorm.training.recipes import Recipe
+
+
+def network(recipe: Recipe, source: Source) -> nn.Module:
+    """Build the recipe's network for a data set and apply its method; the seed decides every weight.
+
+    Linear layers that the method does not set (the classifier) are drawn from N(0, 2/n) with bias 0, for all
+    methods alike, as in the authors' code.
+    """
+    torch.manual_seed(recipe.seed)
+    channels, _, pixels = source.shape
+    own = {} if ":" in recipe.model else {"input": source.input, "image": pixels}
+    model = models.find(recipe.model, num_classes=source.classes, in_channels=channels, width=recipe.width, **own)  # pyrefly: ignore
+    report = convert_(model, _method(recipe), example=_example(source), init=recipe.init)
+    drawn = {step.name for step in report.layers} if report.method.removes_norm else set()
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Linear) and name not in drawn:
+            nn.init.normal_(layer.weight, 0.0, math.sqrt(2 / layer.in_features))
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+    return model
+
+
+def _method(recipe: Recipe) -> Method:
+    chosen = method(recipe.method)
+    fields = {f.name for f in dataclasses.fields(chosen)}
+    changes = {}
+    for setting in recipe.settings:
+        name, equals, value = setting.partition("=")
+        if not equals or name not in fields:
+            raise RecipeError(f"settings: {setting!r} is no NAME=VALUE that {chosen.name} has; it has {sorted(fields)}")
+        try:
+            changes[name] = json.loads(value)
+        except json.JSONDecodeError:
+            changes[name] = {"None": None, "True": True, "False": False}.get(value, value)
+    return dataclasses.replace(chosen, **changes)
+
+
+def _example(source: Source) -> Tensor:
+    """A few real images, always the same: what calibration looks at."""
+    few = torch.arange(min(32, len(source)))
+    return next(iter(source.batches([few], seed=0, epoch=0, augment=False)))[0]

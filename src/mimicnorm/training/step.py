@@ -1,0 +1,122 @@
+"""One step of SGD, in any precision, whole or in micro-batches, on one process or many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from mimicnorm import microbatch
+from mimicnorm.errors import MicroBatchError, NonFiniteError
+from mimicnorm.training.processes import Processes
+from mimicnorm.training.recipes import Recipe
+from mimicnorm.training.schedule import learning_rate, mixed_seed
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Trainer:
+    """A network with all that moves it: optimizer, gradient scaler, learning rate.
+
+    Attributes:
+        bare: The network itself, neither wrapped nor compiled: what is evaluated and saved.
+    """
+
+    def __init__(self, recipe: Recipe, model: nn.Module, processes: Processes, steps_per_epoch: int):
+        self.recipe, self.processes, self.steps_per_epoch = recipe, processes, steps_per_epoch
+        self.format = torch.channels_last if recipe.channels_last else torch.contiguous_format
+        self.bare = model.to(processes.device).to(memory_format=self.format).train()  # pyrefly: ignore
+        self.optimizer = torch.optim.SGD(_groups(recipe, model), lr=recipe.lr, momentum=recipe.momentum)
+        self.scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.precision == "fp16")
+        wrapped = self.bare
+        if processes.size > 1:  # statistics differ only in BatchNorms; evaluation takes the main process's
+            ids = [processes.device] if processes.device.type == "cuda" else None
+            wrapped = DistributedDataParallel(wrapped, device_ids=ids, broadcast_buffers=False)
+        self.model: Any = torch.compile(wrapped) if recipe.compile else wrapped
+
+    def step(self, images: Tensor, labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Take one step; returns this process's part of the global batch's mean loss, and its correct answers.
+
+        Randomness inside the network is drawn from (seed, step, rank), so a resumed run has nothing to remember.
+        """
+        torch.manual_seed(mixed_seed(self.recipe.seed, "step", step, self.processes.rank))
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.recipe, step, self.steps_per_epoch)
+        self.optimizer.zero_grad()
+        images = images.to(memory_format=self.format)
+        with self.autocast():
+            loss, logits = (self._whole if not self.recipe.micro_batch else self._in_parts)(images, labels)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        return loss, (logits.argmax(1) == labels).sum()
+
+    def autocast(self) -> torch.autocast:
+        """The recipe's precision."""
+        dtype = DTYPES.get(self.recipe.precision)
+        return torch.autocast(self.processes.device.type, dtype=dtype, enabled=dtype is not None)
+
+    def _whole(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.model(images)
+        loss = F.cross_entropy(logits.float(), labels, reduction="sum") / self.recipe.batch
+        with torch.autocast(self.processes.device.type, enabled=False):
+            self.scaler.scale(loss * self.processes.size).backward()  # the average over processes is their sum
+        return loss.detach(), logits.detach()
+
+    def _in_parts(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        scaler = self.scaler if self.scaler.is_enabled() else None
+        fault: MicroBatchError | None = None
+        try:
+            size = self.recipe.micro_batch
+            loss, logits = microbatch.backward(
+                self.model, _mean_loss, images, labels, micro_batch=size, scaler=scaler, return_outputs=True
+            )
+            return loss / self.processes.size, logits
+        except MicroBatchError as error:  # raised in all processes if in one
+            fault = error
+        if any(self.processes.any(isinstance(fault, NonFiniteError))):
+            raise NonFiniteError(str(fault)) from fault
+        raise fault
+
+    # -- what a checkpoint holds ------------------------------------------------------------------------------------
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Weights, statistics and momentum, by name."""
+        held = {f"model.{k}": v for k, v in self.bare.state_dict().items()}
+        for number, parameter in enumerate(self._parameters()):
+            buffer = self.optimizer.state[parameter].get("momentum_buffer")
+            if buffer is not None:
+                held[f"momentum.{number}"] = buffer
+        return held
+
+    def restore(self, tensors: dict[str, Tensor] | None, scaler: dict) -> None:
+        """Put back what a checkpoint of the main process held; ``tensors`` is None in the others."""
+        if tensors is not None:
+            self.bare.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
+        names = self.processes.from_main(None if tensors is None else sorted(tensors))
+        for number, parameter in enumerate(self._parameters()):
+            if f"momentum.{number}" in names:
+                buffer = torch.empty_like(parameter, requires_grad=False)  # in the weights' own memory format
+                if tensors is not None:
+                    buffer.copy_(tensors[f"momentum.{number}"])
+                self.optimizer.state[parameter]["momentum_buffer"] = buffer
+        self.processes.copy_from_main(*self.tensors().values())
+        self.scaler.load_state_dict(scaler)
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def _groups(recipe: Recipe, model: nn.Module) -> list[dict]:
+    learnt = [p for p in model.parameters() if p.requires_grad]
+    if recipe.decay_scalars:
+        return [{"params": learnt, "weight_decay": recipe.weight_decay}]
+    by_rank = ([p for p in learnt if p.dim() > 1], [p for p in learnt if p.dim() <= 1])
+    decays = (recipe.weight_decay, 0.0)
+    return [{"params": p, "weight_decay": d} for p, d in zip(by_rank, decays, strict=True) if p]
+
+
+def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float(), labels)
