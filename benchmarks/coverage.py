@@ -84,6 +84,8 @@ def parameters_with_gradient(model: nn.Module, shape: tuple[int, ...]) -> set[st
 
 def gibibytes(model: nn.Module, shape: tuple[int, ...]) -> float:
     """What conversion and a training step will take: the predicted peak, and a copy of the weights to fall back on."""
+    if shape[-1] <= 128 and sum(p.numel() for p in model.parameters()) < 100e6:
+        return 0.0  # fits anywhere
     try:
         predicted = measure(model, shape, loss=loss, optimizer=None)
     except MimicNormError:  # no prediction: the smallest inputs of nearly all models fit
