@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 from collections.abc import Iterator
@@ -105,11 +104,6 @@ class RunFolder:
         """Metrics and timing of every finished epoch."""
         timing = {line["epoch"]: line for line in self._lines(TIMING)}
         return [{**m, **timing.get(m["epoch"], {})} for m in self._lines(METRICS) if "top1" in m]
-
-    def end(self, result: Result) -> Result:
-        """Write down how the run ended."""
-        self.write("result.json", dataclasses.asdict(result))
-        return result
 
     def write(self, name: str, data: dict) -> None:
         """Write a JSON file, whole or not at all."""

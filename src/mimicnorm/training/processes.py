@@ -63,13 +63,10 @@ class Processes:
             tensor.detach().copy_(held)
 
     @contextlib.contextmanager
-    def main_does(self) -> Iterator[None]:
-        """What fails in one process fails in all, so that none waits for it."""
-        if self.size == 1:
+    def all_or_none(self) -> Iterator[None]:
+        """What fails inside in one process is raised in all, at the end, so that none waits for it."""
+        with all_or_none(torch.device("cpu"), "What was saved before is untouched"):
             yield
-        else:
-            with all_or_none(torch.device("cpu"), "What was saved before is untouched"):
-                yield
 
     def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
         if self.size == 1:

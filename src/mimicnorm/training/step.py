@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mimicnorm import microbatch
-from mimicnorm.errors import MicroBatchError, NonFiniteError
+from mimicnorm.errors import CheckpointError, MicroBatchError, NonFiniteError
 from mimicnorm.training.processes import Processes
 from mimicnorm.training.recipes import Recipe
 from mimicnorm.training.schedule import learning_rate, mixed_seed
@@ -93,8 +93,10 @@ class Trainer:
 
     def restore(self, tensors: dict[str, Tensor] | None, scaler: dict) -> None:
         """Put back what a checkpoint of the main process held; ``tensors`` is None in the others."""
-        if tensors is not None:
-            self.bare.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
+        with self.processes.all_or_none():
+            if tensors is not None:
+                self._require_fit(tensors)
+                self.bare.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
         names = self.processes.from_main(None if tensors is None else sorted(tensors))
         for number, parameter in enumerate(self._parameters()):
             if f"momentum.{number}" in names:
@@ -104,6 +106,17 @@ class Trainer:
                 self.optimizer.state[parameter]["momentum_buffer"] = buffer
         self.processes.copy_from_main(*self.tensors().values())
         self.scaler.load_state_dict(scaler)
+
+    def _require_fit(self, tensors: dict[str, Tensor]) -> None:
+        learnt = {f"momentum.{i}": p.shape for i, p in enumerate(self._parameters())}
+        shapes = {f"model.{k}": v.shape for k, v in self.bare.state_dict().items()} | learnt
+        found = {k: v.shape for k, v in tensors.items()}
+        wrong = sorted(k for k in found.keys() | shapes.keys() - learnt.keys() if found.get(k) != shapes.get(k))
+        if wrong:
+            raise CheckpointError(
+                f"the checkpoint does not fit the network that {self.recipe.model} builds now: {wrong[0]} and "
+                f"{len(wrong) - 1} others differ. Train in another folder"
+            )
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
