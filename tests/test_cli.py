@@ -48,7 +48,7 @@ def test_a_factory_of_the_users_own(capsys, tmp_path, monkeypatch):
     [
         (["convert", "timm:resnet5O"], "Near ones: resnet50"),
         (["convert", "torchvision:resnet9"], "torchvision has no model 'resnet9'"),
-        (["convert", "resnet50"], "use timm:NAME"),
+        (["convert", "resnet5"], "Near ones: resnet50"),
         (["convert", "torch.nn:Conv7d"], "Near ones: Conv"),
         (["convert", "no.such.module:net"], "there is no module 'no'"),
         (["convert", "torch.nn:Conv2d"], "cannot be called without arguments"),

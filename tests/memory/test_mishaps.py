@@ -231,7 +231,7 @@ def test_real_batches_of_another_size_hold_valid_values():
     ],
 )
 def test_the_command_refuses_before_it_loads_anything(words, said, capsys, monkeypatch):
-    monkeypatch.setattr("mimicnorm.cli.model.load", lambda name: pytest.fail("the model was loaded"))
+    monkeypatch.setattr("mimicnorm.models.find", lambda *_, **__: pytest.fail("the model was loaded"))
     assert main(["memory", "torchvision:resnet18", *words]) == 2
     error = capsys.readouterr().err
     assert said in error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -15,13 +15,17 @@ class Convert:
     """Print the plan for a network, line by line, and the memory it would save."""
 
     model: Annotated[str, tyro.conf.Positional]
-    """timm:NAME, torchvision:NAME, or package.module:factory."""
+    """A network of this package (resnet18, vgg16, ...), timm:NAME, torchvision:NAME, or package.module:factory."""
     method: str = "mimicnorm"
     """mimicnorm, weight-mean, last-bn, nonorm or batchnorm."""
     image: int | None = None
     """Height and width of the input; the model's own default if not given."""
     batch: int = 8
     """Samples in the example."""
+    input: Literal["imagenet", "cifar"] | None = None
+    """Stem of a network of this package: imagenet (224 px), or cifar (32 px), without stride."""
+    width: float | None = None
+    """Multiplies the channels of a network of this package."""
     shape: tuple[int, ...] | None = None
     """The whole input shape, batch first, for inputs that are no square images."""
     head: str | None = None
@@ -34,13 +38,14 @@ class Convert:
     def run(self) -> None:
         """Plan, measure before and after, print."""
         from mimicnorm import memory
-        from mimicnorm.cli.model import image_size, load
         from mimicnorm.methods import method
+        from mimicnorm.models import find
+        from mimicnorm.models.lookup import image_size
         from mimicnorm.planning import plan
         from mimicnorm.surgery import convert
 
         chosen = method(self.method)
-        model = load(self.model)
+        model = find(self.model, input=self.input, width=self.width, image=self.image)
         shape = self.shape or (self.batch, *image_size(model, self.image))
         planned = plan(model, chosen, example=shape, head=self.head, init=None if self.init == "none" else self.init)
         planned.require()

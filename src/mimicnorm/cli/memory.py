@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
@@ -15,11 +15,15 @@ class Memory:
     """Predict the memory of a training step under several methods, without allocating it."""
 
     model: Annotated[str, tyro.conf.Positional]
-    """timm:NAME, torchvision:NAME, or package.module:factory."""
+    """A network of this package (resnet18, vgg16, ...), timm:NAME, torchvision:NAME, or package.module:factory."""
     batch: int = 32
     """Samples in the batch."""
     image: int | None = None
     """Height and width of the input; the model's own default if not given."""
+    input: Literal["imagenet", "cifar"] | None = None
+    """Stem of a network of this package: imagenet (224 px), or cifar (32 px), without stride."""
+    width: float | None = None
+    """Multiplies the channels of a network of this package."""
     shape: tuple[int, ...] | None = None
     """The whole input shape, batch first, for inputs that are no square images."""
     methods: str = "batchnorm,mimicnorm,nonorm"
@@ -42,11 +46,12 @@ class Memory:
         from rich.console import Console
 
         from mimicnorm import memory
-        from mimicnorm.cli.model import image_size, load
         from mimicnorm.errors import MemoryPredictionError
         from mimicnorm.memory.figure import refuse_unwritable
         from mimicnorm.memory.step import OPTIMIZERS
         from mimicnorm.methods import method
+        from mimicnorm.models import find
+        from mimicnorm.models.lookup import image_size
 
         chosen = [method(name.strip()) for name in self.methods.split(",") if name.strip()]
         if not chosen:
@@ -57,7 +62,7 @@ class Memory:
         if self.plot is not None:
             refuse_unwritable(self.plot)
         budget = memory.parse_bytes(self.budget) if self.budget is not None else None
-        model = load(self.model)
+        model = find(self.model, input=self.input, width=self.width, image=self.image)
         shape = self.shape or (self.batch, *image_size(model, self.image))
         optimizer = None if self.optimizer == "none" else self.optimizer
         comparison = memory.compare(model, shape, chosen, optimizer=optimizer, budget=budget, fake=self.fake)

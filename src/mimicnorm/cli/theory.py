@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -44,7 +44,9 @@ class Figure:
     out: str | None = None
     """The file to write; its ending chooses the format. theory-NAME.png if not given."""
     inputs: str | None = None
-    """A .npy file of samples (m, ...), such as MNIST images, instead of a Gaussian mixture."""
+    """Samples instead of a Gaussian mixture: a data set (mnist, digits, ...) or a .npy file (m, ...)."""
+    data_dir: str | None = None
+    """Where the data set's files are; else MIMICNORM_DATA says, else they come from the hub."""
     seed: int = 0
     """Seed of samples and weights."""
 
@@ -53,7 +55,8 @@ class Figure:
         from mimicnorm.theory import figures
 
         path = self.out or f"theory-{self.name}.png"
-        figures.draw(self.name, path, inputs=None if self.inputs is None else _samples(self.inputs), seed=self.seed)
+        inputs = None if self.inputs is None else _samples(self.inputs, self.data_dir)
+        figures.draw(self.name, path, inputs=inputs, seed=self.seed)
         print(f"wrote {path}")
 
 
@@ -88,11 +91,15 @@ class Doctor:
     """Show variance, correlation and gradient through a network, before and after conversion."""
 
     model: Annotated[str, tyro.conf.Positional]
-    """timm:NAME, torchvision:NAME, or package.module:factory."""
+    """A network of this package (resnet18, vgg16, ...), timm:NAME, torchvision:NAME, or package.module:factory."""
     method: str = "mimicnorm"
     """What to convert with."""
     image: int | None = None
     """Height and width of the input; the model's own default if not given."""
+    input: Literal["imagenet", "cifar"] | None = None
+    """Stem of a network of this package: imagenet (224 px), or cifar (32 px), without stride."""
+    width: float | None = None
+    """Multiplies the channels of a network of this package."""
     batch: int = 8
     """Samples of noise to send through."""
     plot: str | None = None
@@ -105,16 +112,17 @@ class Doctor:
         from rich.console import Console
         from rich.table import Table
 
-        from mimicnorm.cli.model import image_size, load
         from mimicnorm.example import call_arguments
         from mimicnorm.methods import method
+        from mimicnorm.models import find
+        from mimicnorm.models.lookup import image_size
         from mimicnorm.surgery import convert
         from mimicnorm.theory import TheoryError, doctor
 
         if self.batch < 2:
             raise TheoryError(f"--batch must be at least 2, not {self.batch}: a correlation needs two samples.")
         chosen = method(self.method)
-        model = load(self.model)
+        model = find(self.model, input=self.input, width=self.width, image=self.image)
         (x,), _ = call_arguments(model, (self.batch, *image_size(model, self.image)))
         signals = {"before": doctor.propagate(model, x)}
         signals[chosen.name] = doctor.propagate(convert(model, chosen, example=x), x)
@@ -137,14 +145,22 @@ class Doctor:
         Console().print(table)
 
 
-def _samples(path: str) -> torch.Tensor:
+def _samples(path: str, data_dir: str | None) -> torch.Tensor:
     import numpy as np
     import torch
 
+    from mimicnorm import data
     from mimicnorm.theory import TheoryError
 
+    known = [name for name in data.names() if name not in ("imagenet", "folder:PATH")]
+    if path in known:
+        source = data.load(path, data_dir=data_dir, limit=4000)
+        images, _ = next(source.batches([torch.arange(len(source))], seed=0, epoch=0, augment=False))
+        return images.double()
     if not path.endswith(".npy"):
-        raise TheoryError(f"--inputs must be a .npy file of samples (numpy.save), not {path!r}.")
+        raise TheoryError(
+            f"--inputs must be a .npy file of samples (numpy.save) or one of {', '.join(known)}, not {path!r}."
+        )
     try:
         return torch.from_numpy(np.load(path, allow_pickle=False).astype(np.float64))
     except (OSError, ValueError, EOFError) as error:

@@ -38,15 +38,17 @@ class Memory(Source):
         self.images, self.labels = self.images.to(device), self.labels.to(device)  # moved once, then stays
         for chosen in indices:
             where = chosen.to(device)
-            images = self.images[where]
+            images = self.images.index_select(0, where)  # ten times as fast as brackets
             if augment and self.augment != "none":
                 pad = self.pad if self.augment == "standard" else 0
                 images = crop_and_flip(images, uniforms(seed, epoch, chosen, 3), pad=pad, flip=self.flip)
-            yield self.normalise(images), self.labels[where]
+            yield self.normalise(images), self.labels.index_select(0, where)
 
 
 def crop_and_flip(images: Tensor, draws: Tensor, *, pad: int, flip: bool) -> Tensor:
     """Shift each image by up to ``pad`` pixels each way, with black coming in, and mirror half of them.
+
+    One copy takes every row of every result from the padded images, or from their mirror images.
 
     Args:
         images: (B, C, H, W).
@@ -55,15 +57,14 @@ def crop_and_flip(images: Tensor, draws: Tensor, *, pad: int, flip: bool) -> Ten
         flip: whether to mirror.
     """
     b, c, h, w = images.shape
-    if pad:
-        padded = F.pad(images, (pad, pad, pad, pad))
-        down, right = (draws[:, :2] * (2 * pad + 1)).long().to(images.device).unbind(1)
-        rows = torch.arange(c, device=images.device)[:, None] * (h + 2 * pad) + torch.arange(h, device=images.device)
-        image_rows = torch.arange(b, device=images.device) * c * (h + 2 * pad) + down
-        starts = (image_rows[:, None, None] + rows) * (w + 2 * pad) + right[:, None, None]
-        windows = padded.view(-1).unfold(0, w, 1)  # every run of w pixels, as a view
-        images = windows[starts.flatten()].view(b, c, h, w)
+    images = F.pad(images, (pad, pad, pad, pad))
     if flip:
-        mirrored = (draws[:, 2] < 0.5).to(images.device)
-        images = torch.where(mirrored[:, None, None, None], images.flip(3), images)
-    return images
+        images = torch.cat([images, images.flip(3)])
+    height, stride = images.shape[2:]
+    down, right = (draws[:, :2] * (2 * pad + 1)).long().unbind(1)
+    mirrored = (draws[:, 2] < 0.5).long() * b if flip else 0
+    corners = (torch.arange(b) + mirrored) * c * height * stride + down * stride + right
+    rows = (torch.arange(c)[:, None] * height + torch.arange(h)) * stride
+    starts = (corners[:, None, None] + rows).flatten().to(images.device)
+    runs = images.view(-1).unfold(0, w, 1)  # every run of w pixels, as a view
+    return runs.index_select(0, starts).view(b, c, h, w)

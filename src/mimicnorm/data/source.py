@@ -54,7 +54,7 @@ class Source(ABC):
     def normalise(self, images: Tensor) -> Tensor:
         """Images of bytes as float32 with channels of mean 0 and variance 1."""
         mean, std = (torch.tensor(v, device=images.device).view(-1, 1, 1) for v in (self.mean, self.std))
-        return (images - 255 * mean).div_(255 * std)
+        return images.float().mul_(1 / (255 * std)).sub_(mean / std)
 
 
 def subset(labels: Tensor, limit: int | None) -> Tensor:

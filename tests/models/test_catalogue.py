@@ -1,0 +1,148 @@
+"""The networks: torchvision's numbers, the common CIFAR sizes, conversion of all of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zoo
+from torch import nn
+
+from mimicnorm import MimicNorm, convert_, models
+from mimicnorm.errors import MimicNormError, NameNotFoundError
+
+TWINS = {
+    **{f"vgg{depth}": f"vgg{depth}_bn" for depth in (11, 16)},
+    **{f"resnet{depth}": f"resnet{depth}" for depth in (18, 34, 50, 101)},
+    **{f"shufflenetv2_{size}": f"shufflenet_v2_{size}" for size in ("x0_5", "x1_0", "x1_5", "x2_0")},
+}
+OTHER_TWINS = {
+    **{f"vgg{depth}": f"vgg{depth}_bn" for depth in (13, 19)},
+    "resnet152": "resnet152",
+    "shufflenetv2": "shufflenet_v2_x1_0",
+}
+
+
+def _randomise_statistics(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(std=0.1)
+            module.running_var.uniform_(0.5, 1.5)
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+            nn.init.normal_(module.bias, std=0.1)
+
+
+def _same_output(mine: nn.Module, theirs: nn.Module, image: int = 64) -> None:
+    x = torch.randn(2, 3, image, image)
+    with torch.no_grad():
+        expected = theirs.eval()(x)
+        torch.testing.assert_close(mine.eval()(x), expected, rtol=1e-5, atol=1e-5 * expected.abs().max().item())
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_imagenet_versions_compute_what_torchvisions_do(name):
+    theirs = zoo.torchvision().models.get_model(TWINS[name], weights=None, num_classes=10)
+    _randomise_statistics(theirs)
+    mine = models.build(name, num_classes=10)
+    mine.load_state_dict(theirs.state_dict())
+    _same_output(mine, theirs)
+
+
+@pytest.mark.parametrize("name", TWINS | OTHER_TWINS)
+def test_imagenet_versions_have_torchvisions_keys_and_shapes(name):
+    with torch.device("meta"):
+        theirs = zoo.torchvision().models.get_model((TWINS | OTHER_TWINS)[name], weights=None)
+        mine = models.build(name)
+    shapes = [{key: value.shape for key, value in net.state_dict().items()} for net in (mine, theirs)]
+    assert shapes[0] == shapes[1]
+
+
+@pytest.mark.parametrize("name", ["squeezenet1_0", "squeezenet1_1"])
+def test_squeezenets_are_torchvisions_with_norms_between(name):
+    theirs = zoo.torchvision().models.get_model(name, weights=None)
+    mine = models.build(name)
+    loaded = mine.load_state_dict(theirs.state_dict(), strict=False)
+    assert not loaded.unexpected_keys
+    norms = {f"{n}." for n, m in mine.named_modules() if isinstance(m, nn.BatchNorm2d)}
+    assert len(norms) == 25
+    assert all(any(key.startswith(norm) for norm in norms) for key in loaded.missing_keys)
+    for module in mine.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_var.fill_(1 - module.eps)  # the norm is then the identity
+    _same_output(mine, theirs, 96)
+
+
+# What the structures give at 100 classes, and what the common CIFAR definitions are known for, in millions.
+COUNTS = {
+    "vgg11": (28_518_244, 28.5),
+    "vgg13": (28_703_140, 28.7),
+    "vgg16": (34_015_396, 34.0),
+    "vgg19": (39_327_652, 39.0),
+    "resnet18": (11_220_132, 11.22),
+    "resnet34": (21_328_292, 21.3),
+    "resnet50": (23_705_252, 23.7),
+    "resnet101": (42_697_380, 42.7),
+    "resnet152": (58_341_028, 58.3),
+    "squeezenet": (781_156, 0.78),
+    "shufflenetv2": (1_356_104, 1.3),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_cifar_versions_have_the_known_sizes(name):
+    count, millions = COUNTS[name]
+    with torch.device("meta"):
+        net = models.build(name, input="cifar")
+    assert sum(p.numel() for p in net.parameters()) == count
+    assert count / 1e6 == pytest.approx(millions, rel=0.045)
+
+
+@pytest.mark.parametrize("name", models.names())
+@pytest.mark.parametrize(("input", "width"), [("cifar", 0.25), ("imagenet", 0.25), ("cifar", 1.0)])
+def test_every_network_converts_and_trains(name, input, width):
+    image = 32 if input == "cifar" else 64
+    if width == 1.0 and name not in ("resnet10", "squeezenet", "shufflenetv2", "vgg11", "mlp10"):
+        pytest.skip("one of each family is enough at full width")
+    net = models.build(name, num_classes=10, input=input, width=width, image=image)
+    norms = sum(isinstance(m, nn.BatchNorm1d | nn.BatchNorm2d) for m in net.modules())
+    report = convert_(net, MimicNorm(), example=(4, 3, image, image))
+    assert report.plan.totals()["batch_norms"] == norms
+    assert [type(m).__name__ for m in net.modules() if isinstance(m, nn.BatchNorm2d)] == []
+    loss = nn.functional.cross_entropy(net(torch.randn(4, 3, image, image)), torch.arange(4))
+    loss.backward()
+    assert torch.isfinite(loss)
+    assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in net.parameters())
+
+
+@pytest.mark.parametrize("name", ["resnet10", "resnet18", "mlp10", "shufflenetv2_x0_5"])
+def test_digits_fit_the_small_networks(name):
+    net = models.build(name, num_classes=10, input="cifar", width=0.25, in_channels=1, image=8)
+    assert net(torch.randn(4, 1, 8, 8)).shape == (4, 10)
+
+
+@pytest.mark.parametrize("width", [0.1, 0.33, 0.5, 1.7])
+def test_any_width_runs(width):
+    for name in ("resnet10", "vgg11", "squeezenet", "shufflenetv2_x0_5"):
+        assert models.build(name, input="cifar", width=width).eval()(torch.randn(1, 3, 32, 32)).shape == (1, 100)
+
+
+def test_weights_start_as_the_authors_draw_them():
+    fc = models.build("vgg11", input="cifar").classifier[3]
+    assert fc.weight.std().item() == pytest.approx((2 / 4096) ** 0.5, rel=0.01)
+    assert not fc.bias.any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ({"name": "resnet81"}, "Near ones: resnet18"),
+        ({"name": "zzz"}, "Known: vgg11"),
+        ({"name": "resnet18", "input": "mnist"}, "input must be"),
+        ({"name": "resnet18", "width": 0}, "width must be"),
+        ({"name": "resnet18", "num_classes": 0}, "at least 1"),
+    ],
+)
+def test_mistakes_are_named(arguments, says):
+    with pytest.raises(MimicNormError, match=says):
+        models.build(**arguments)
+    with pytest.raises(NameNotFoundError):
+        models.build("Resnet")
