@@ -68,7 +68,7 @@ def train(
         over = processes.from_main(over)
         if over is not None:
             return over
-        train_set, test_set = sources or _load(recipe, data_dir)
+        train_set, test_set = sources or load(recipe, data_dir)
         steps_per_epoch = len(train_set) // recipe.batch
         if steps_per_epoch == 0 or recipe.batch < processes.size:
             raise RecipeError(
@@ -79,14 +79,14 @@ def train(
             stack.enter_context(torch.random.fork_rng(own_devices))
             stopping = stack.enter_context(Stopping())
             trainer = Trainer(recipe, network(recipe, train_set), processes, steps_per_epoch)
-            bar = stack.enter_context(
-                contextlib.closing(Progress(recipe, steps_per_epoch, progress and processes.main))
-            )
+            bar = Progress(recipe, steps_per_epoch, progress and processes.main)
+            stack.callback(bar.close)
             sizes = [len(train_set), len(test_set), train_set.classes]
             run = Run(trainer, folder, bar, stopping, sizes, checkpoint_steps, checkpoint_seconds)
             run.resume()
             if tensorboard and processes.main:
-                run.board = stack.enter_context(contextlib.closing(TensorBoard(folder.path, run.at.step)))
+                run.board = TensorBoard(folder.path, run.at.step)
+                stack.callback(run.board.close)
             bar.start(run.at.step)
             return _to_the_end(run, train_set, test_set)
 
@@ -118,7 +118,8 @@ def _rest_of_epoch(run: Run, source: data.Source) -> Iterator[tuple[Tensor, Tens
     yield from source.batches(shares, seed=recipe.seed, epoch=epoch, augment=augment, device=processes.device)
 
 
-def _load(recipe: Recipe, data_dir: str | Path | None) -> Sources:
+def load(recipe: Recipe, data_dir: str | Path | None = None) -> Sources:
+    """The training and test data that a recipe names."""
     options = {"data_dir": data_dir, "augment": recipe.augment}
     train_set = data.load(recipe.data, "train", limit=recipe.limit or None, **options)  # pyrefly: ignore
     return train_set, data.load(recipe.data, "test", limit=recipe.test_limit or None, **options)  # pyrefly: ignore

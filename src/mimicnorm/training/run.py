@@ -137,12 +137,11 @@ class Run:
         due = self.processes.main and time.monotonic() - self.saved > self.checkpoint_seconds
         due |= bool(self.checkpoint_steps) and self.at.step % self.checkpoint_steps == 0
         stop, due = self.processes.any(self.stopping.signal is not None, due)
-        between_epochs = self.at.batch in (0, self.trainer.steps_per_epoch)  # the epoch's own save is near
-        if (stop or due) and not between_epochs:
+        if stop and self.at.batch or due and 0 < self.at.batch < self.trainer.steps_per_epoch:
             self.read_counts()
-            self.save()
+            self.save()  # at the end of an epoch log_epoch does
             self.start_counting()
-        return stop and self.at.batch != self.trainer.steps_per_epoch
+        return stop
 
     def save(self) -> None:
         """Write a checkpoint."""
@@ -167,10 +166,8 @@ class Run:
                 if state:
                     self.folder.require_same(self.recipe, state["recipe"])
                     if state["data"] != self.data_sizes:
-                        sizes = f"was {state['data']} and is {self.data_sizes}"
-                        raise RecipeError(
-                            f"{self.folder.path} holds a run on other data: [training images, test images, classes] {sizes}"
-                        )
+                        sizes = f"[training images, test images, classes] was {state['data']}, is {self.data_sizes}"
+                        raise RecipeError(f"{self.folder.path} holds a run on other data: {sizes}")
                 for text in damaged:
                     self.bar.say(f"{text}; going on from step {state['at']['step']} instead", error=True)
                 self.folder.cut(state.get("logs", {}))
