@@ -5,15 +5,16 @@
 exact      relative error of the gradient, five networks, micro-batches 1 to 16 of 32, fp64 and fp32; beside it the
            error of plain accumulation
 randomness the same with dropout and stochastic depth, against one graph over the same micro-batches and random numbers
-compiled   the same with bodies under torch.compile
 ranks      the same over 2 and 3 processes with uneven shares
+traced     the same with bodies under torch.compile, traced and differentiated by it but run operation by operation
+compiled   the same with the default backend (minutes of compiling for each network)
 training   50 steps at batch 64 and at micro-batch 4: how far the weights are apart, converted and with BatchNorm
 memory     peak of what autograd keeps, at batch 64 and at micro-batch 1 of 64
 time       a batch in micro-batches of 8, exactly and by plain accumulation: ratio over interleaved rounds
 accuracy   digits, batch 64, micro-batches 1 to 64: BatchNorm, GroupNorm + weight standardisation, MimicNorm
 figures    draws the last but one and the training run from their JSON files
 
-The first four are in ``exactness.py``; they and ``accuracy`` keep every row as soon as it is there, and go on where
+The first five are in ``exactness.py``; they and ``accuracy`` keep every row as soon as it is there, and go on where
 they were interrupted.
 """
 
@@ -35,6 +36,7 @@ from torch import Tensor, nn
 from whole_and_parts import SavedBytes, dict_loss
 
 import mimicnorm as mn
+from mimicnorm.layers import LastNorm
 from mimicnorm.microbatch import backward
 
 FIGURES = ROOT / "docs" / "figures"
@@ -141,18 +143,38 @@ def memory(batch: int = 64, side: int = 64) -> dict:
         y = torch.randint(4, (batch, side, side)) if segments else torch.randint(10, (batch,))
         loss_fn = dict_loss if segments else F.cross_entropy
         row: dict = {"network": name, "batch": batch, "pixels": side}
-        for micro_batch in (None, 8, 1):
-            with (saved := SavedBytes([*net.parameters(), *net.buffers(), x])):
-                if micro_batch is None:
+        ways: dict[str, dict | None] = {
+            "whole": None,
+            "micro_batch_8": {"micro_batch": 8},
+            "micro_batch_1": {"micro_batch": 1},
+            "micro_batch_1_loss_in_pieces": {"micro_batch": 1, "loss_in_pieces": True},
+        }
+        for way, settings in ways.items():
+            with (saved := SavedBytes([*net.parameters(), *net.buffers(), x, y])):
+                if settings is None:
                     loss_fn(net(x), y).backward()
                 else:
-                    backward(net, loss_fn, x, y, micro_batch=micro_batch)
-            row["whole_bytes" if micro_batch is None else f"micro_batch_{micro_batch}_bytes"] = saved.peak
+                    backward(net, loss_fn, x, y, **settings)
+            row[f"{way}_bytes"] = saved.peak
             net.zero_grad()
+        row["logits_bytes"] = batch * logits_bytes(net, x[:1])  # which have to be kept, whatever is done
         row["ratio"] = row["micro_batch_1_bytes"] / row["whole_bytes"]
+        row["ratio_loss_in_pieces"] = row["micro_batch_1_loss_in_pieces_bytes"] / row["whole_bytes"]
         rows.append(row)
         print(row)
     return {"peak_saved_for_backward": rows}
+
+
+def logits_bytes(net: nn.Module, x: Tensor) -> int:
+    """What goes into the LastNorms for this input."""
+    norms = [m for m in net.modules() if isinstance(m, LastNorm)]
+    sizes: list[int] = []
+    handles = [m.register_forward_pre_hook(lambda _, a: sizes.append(a[0].nbytes)) for m in norms]
+    net.eval()(x)
+    net.train()
+    for handle in handles:
+        handle.remove()
+    return sum(sizes)
 
 
 def timing(batch: int = 32, side: int = 112, micro_batch: int = 8, rounds: int = 8) -> dict:

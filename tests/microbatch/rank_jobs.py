@@ -65,6 +65,7 @@ def build(make: Callable[..., nn.Module], frozen: bool = False, **method: object
 CASES: dict[str, tuple] = {
     "classifier": (Classifier, F.cross_entropy, {}),
     "averaged heads": (AveragedHeads, F.cross_entropy, {}),
+    "averaged heads, loss in pieces": (AveragedHeads, F.cross_entropy, {}),
     "shared head": (SharedHead, two_view_loss, {}),
     "no last norm": (Classifier, F.cross_entropy, {"last_norm": False}),
     "last norm in the loss": (Classifier, "folded", {"last_norm": False}),
@@ -91,7 +92,7 @@ def exact_gradients(rank: int, world: int) -> dict[str, Any]:
     for name, (make, loss, method) in CASES.items():
         net = build(make, **method)
         loss_fn, denominator = loss_and_denominator(loss, net)
-        wrapped = DistributedDataParallel(net, find_unused_parameters=name == "averaged heads")
+        wrapped = DistributedDataParallel(net, find_unused_parameters=make is AveragedHeads)
         reductions = []
 
         def count(_, bucket, reductions=reductions):  # annotations as strings are refused here
@@ -102,7 +103,8 @@ def exact_gradients(rank: int, world: int) -> dict[str, Any]:
             return done
 
         wrapped.register_comm_hook(None, count)
-        value = backward(wrapped, loss_fn, x, y, micro_batch=(4, 1, 3)[rank], denominator=denominator)
+        settings = {"denominator": denominator, "loss_in_pieces": "in pieces" in name}
+        value = backward(wrapped, loss_fn, x, y, micro_batch=(4, 1, 3)[rank], **settings)
         found[name] = (gradient(net), value, state(net, loss_fn), reductions)
     return found
 

@@ -2,7 +2,8 @@
 
 1. Every micro-batch runs without a graph; the LastNorms are stood in for and only the raw logits are kept.
 2. The LastNorms and the loss see the logits of the whole batch, which gives dL/dlogits. Where something follows a
-   LastNorm inside the model (an average of heads, pooling, softmax), that tail runs in between, one more pass.
+   LastNorm inside the model (an average of heads, pooling, softmax), that tail runs in between, one more pass. With
+   ``loss_in_pieces`` the loss sees one micro-batch at a time, here and once more in the last pass.
 3. Every micro-batch runs again, with a graph and the same random numbers, and takes its part of dL/dlogits.
 
 Nothing is approximated: the gradient is that of the whole batch up to rounding.
@@ -40,6 +41,7 @@ def backward(
     micro_batch: int | None = None,
     scaler: Any = None,
     denominator: Denominator | None = None,
+    loss_in_pieces: bool = False,
     return_outputs: bool = False,
 ) -> Any:
     """Add the gradient of a whole batch to ``.grad``, with the memory of one micro-batch.
@@ -66,6 +68,9 @@ def backward(
         scaler: A ``torch.amp.GradScaler``; the gradients come out scaled.
         denominator: ``loss_fn`` returns a sum, to be divided by this: a number, or a function of the targets (class
             weights: ``lambda t: weight[t].sum()``). Over several ranks, the parts of all are added.
+        loss_in_pieces: Let ``loss_fn`` see one micro-batch at a time, which it then has to be fit for as over several
+            ranks. For outputs that are large beside the activations (dense prediction): neither they nor the loss's
+            own graph are ever held for the whole batch.
         return_outputs: Return the model's output for the whole batch, too.
 
     Returns:
@@ -90,8 +95,11 @@ def backward(
         pieces = collect(inputs) if micro_batch is None else split(inputs, targets, micro_batch)
         targets = together(pieces) if micro_batch is None else targets
         run = _Run(model, inner, heads_of(inner), pieces, device)
-        two_passes = bool(run.heads) or mixes_samples(loss_fn)
-        if denominator is None and (world_size() > 1 or not two_passes):
+        mixing_loss = mixes_samples(loss_fn)
+        if loss_in_pieces and mixing_loss:
+            raise MicroBatchError("loss_in_pieces=True: this loss normalises over the batch, so it must see it whole")
+        two_passes = bool(run.heads) or mixing_loss
+        if denominator is None and (world_size() > 1 or not two_passes or loss_in_pieces):
             require_mean(loss_fn, targets)
         targets = to_device(targets, device)
         if two_passes:
@@ -106,6 +114,8 @@ def backward(
     loss = _Loss(loss_fn, targets, scaler, world_size() / total, denominator is None)
     if first is None:
         value, outputs = _one_pass(run, loss, return_outputs)
+    elif loss_in_pieces:
+        value, outputs = _two_passes_in_pieces(run, loss, first, return_outputs)
     else:
         value, outputs = _two_passes(run, loss, first)
     value = ranks.mean_over_ranks(value)
@@ -149,6 +159,10 @@ class _Run:
                 "return a tensor, or a tuple, list or dict of tensors"
             )
         return leaves
+
+    def output(self, leaves: list[Any]) -> Any:
+        """The model's output from its leaves, as copies: a loss may write into them."""
+        return pytree.tree_unflatten([t.clone() if isinstance(t, Tensor) else t for t in leaves], self.spec)
 
     def joined(self, parts: list[list[Any]]) -> list[Any]:
         """Leaves of the whole batch from those of the micro-batches."""
@@ -258,16 +272,20 @@ def _first_pass(run: _Run) -> _First:
     return first
 
 
-def _two_passes(run: _Run, loss: _Loss, first: _First) -> tuple[Tensor, Any]:
+def _whole_heads(run: _Run, first: _First) -> dict[Call, WholeBatch]:
+    """Normalise the logits of the whole batch; those of the micro-batches are not needed any more."""
     calls = list(first.logits[0]) if run.heads else []
+    heads = {c: WholeBatch(run.heads[c[0]], [logits[c] for logits in first.logits]) for c in calls}
+    first.logits.clear()
+    return heads
+
+
+def _two_passes(run: _Run, loss: _Loss, first: _First) -> tuple[Tensor, Any]:
     with ranks.all_or_none(run.device):
-        heads = {c: WholeBatch(run.heads[c[0]], [logits[c] for logits in first.logits]) for c in calls}
-        normed = {c: h.pieces(h.normed) for c, h in heads.items()}
-        whole = _outputs(run, first, normed)
+        heads = _whole_heads(run, first)
+        whole = run.joined(list(_outputs(run, first, {c: h.pieces(h.normed) for c, h in heads.items()})))
         leaves = [t.detach().requires_grad_(is_inexact(t)) if isinstance(t, Tensor) else t for t in whole]
-        # The loss gets copies: it may write into them.
-        outputs = pytree.tree_unflatten([t.clone() if isinstance(t, Tensor) else t for t in leaves], run.spec)
-        scaled, value = loss(outputs, loss.targets, run.samples, "the whole batch; no gradient was added")
+        scaled, value = loss(run.output(leaves), loss.targets, run.samples, "the whole batch; no gradient was added")
     end = run.random_state()
     wanted = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad}
     beside = _reaches_beside(scaled, list(wanted.values()))
@@ -277,31 +295,84 @@ def _two_passes(run: _Run, loss: _Loss, first: _First) -> tuple[Tensor, Any]:
     of_logits = _through_heads(run, heads, whole, of_outputs)
     sizes = [p.size for p in run.pieces]
     output_parts = {i: g.split(sizes) for i, g in of_outputs.items()}
-    logit_parts = {c: heads[c].pieces(g) for c, g in of_logits.items() if g is not None}
     whole = [t.detach() if isinstance(t, Tensor) else t for t in whole]
     then = {i: whole[i].split(sizes) for i in wanted}
 
+    def roots(i: int, leaves: list[Any], replay: Replay) -> list[tuple[Tensor, Tensor | None]]:
+        for j, parts in then.items():
+            replay.compare(f"output {j} of the model: the values", leaves[j].detach(), parts[i])
+        found = [(leaves[j], parts[i]) for j, parts in output_parts.items() if leaves[j].requires_grad]
+        if not found and not beside:
+            raise MicroBatchError("the loss depends on no parameter that requires a gradient: nothing to train")
+        return found
+
+    _second_pass(run, heads, of_logits, roots, end)
+    return value, pytree.tree_unflatten(whole, run.spec)
+
+
+def _two_passes_in_pieces(run: _Run, loss: _Loss, first: _First, return_outputs: bool) -> tuple[Tensor, Any]:
+    """The same where the loss is a sum over samples: of outputs, no more than a micro-batch's are held."""
+    values, parts, grads = [], [], []
+
+    def loss_of(i: int, leaves: list[Any]) -> tuple[Tensor, Tensor]:
+        piece = run.pieces[i]
+        with refused("this LastNorm is inside loss_fn, which sees one micro-batch at a time"):
+            return loss(run.output(leaves), to_device(piece.targets, run.device), piece.size, str(piece))
+
+    with ranks.all_or_none(run.device):
+        heads = _whole_heads(run, first)
+        fed = {c: [p.detach().requires_grad_() for p in h.pieces(h.normed)] for c, h in heads.items()}
+        for i, leaves in enumerate(_outputs(run, first, fed)):
+            scaled, value = loss_of(i, leaves)
+            with full_precision(run.device):
+                grads.append(torch.autograd.grad(scaled, [fed[c][i] for c in heads], materialize_grads=True))
+            values.append(value)
+            parts += [[t.detach() if isinstance(t, Tensor) else t for t in leaves]] if return_outputs else []
+    end = run.random_state()
+    of_normed = [h.joined(list(pieces)) for h, pieces in zip(heads.values(), zip(*grads, strict=True), strict=True)]
+    del grads
+    found = torch.autograd.grad([h.normed for h in heads.values()], [h.raw for h in heads.values()], of_normed)
+
+    def roots(i: int, leaves: list[Any], replay: Replay) -> list[tuple[Tensor, Tensor | None]]:
+        scaled, value = loss_of(i, leaves)
+        replay.compare("the loss", value, values[i])
+        return [(scaled, None)]
+
+    _second_pass(run, heads, dict(zip(heads, found, strict=True)), roots, end)
+    outputs = pytree.tree_unflatten(run.joined(parts), run.spec) if return_outputs else None
+    return torch.stack(values).sum(), outputs
+
+
+def _second_pass(
+    run: _Run, heads: dict[Call, WholeBatch], of_logits: dict[Call, Tensor | None], roots: Callable, end: RandomState
+) -> None:
+    """Run every micro-batch with a graph, and let it take its part of dL/dlogits.
+
+    Args:
+        run: The micro-batches.
+        heads: The normalised logits of the whole batch.
+        of_logits: dL/dlogits.
+        roots: From a micro-batch's index, its output and the replay to the tensors to start from, with gradients.
+        end: Where the random generators shall stand afterwards.
+    """
+    raw, normed = (
+        {c: h.pieces(t.detach()) for c, h in heads.items() for t in [getattr(h, n)]} for n in ("raw", "normed")
+    )
+    known = {c: heads[c].pieces(g) for c, g in of_logits.items() if g is not None}
     replays = []
     for i, piece in enumerate(run.pieces):
         run.starts[i].restore()
-        values = {c: normed[c][i].detach() for c in calls}
-        known: dict[Call, Tensor | None] = {c: logit_parts[c][i] if c in logit_parts else None for c in calls}
-        replay = Replay(piece, first.logits[i] if calls else {}, values, known)
-        last = piece is run.pieces[-1]
-        with ranks.unsynchronised(run.model, not last), standing_in(run.heads, replay):
-            leaves = run.call(run.model, piece)
-            replay.compare_outputs(leaves, {j: parts[i] for j, parts in then.items()})
-            roots = [j for j in output_parts if leaves[j].requires_grad]
-            if not roots and not beside:
-                raise MicroBatchError("the loss depends on no parameter that requires a gradient: nothing to train")
-            if roots:
+        of_piece = [{c: parts[i] for c, parts in all_parts.items()} for all_parts in (raw, normed, known)]
+        replay = Replay(piece, *of_piece)
+        with ranks.unsynchronised(run.model, piece is not run.pieces[-1]), standing_in(run.heads, replay):
+            found = roots(i, run.call(run.model, piece), replay)
+            if found:
                 with full_precision(run.device):
-                    torch.autograd.backward([leaves[j] for j in roots], [output_parts[j][i] for j in roots])
+                    torch.autograd.backward(*zip(*found, strict=True))
         replays.append(replay)
     end.restore()
     with ranks.all_or_none(run.device, "The gradients are wrong here, too: clear them"):
         require_same(replays)
-    return value, pytree.tree_unflatten(whole, run.spec)
 
 
 def _through_heads(
@@ -336,26 +407,27 @@ def _reaches_beside(loss: Tensor, outputs: list[Tensor]) -> bool:
     return False
 
 
-def _outputs(run: _Run, first: _First, normed: dict[Call, list[Tensor]]) -> list[Any]:
-    """The model's output leaves for the whole batch, attached to the normalised logits."""
+def _outputs(run: _Run, first: _First, normed: dict[Call, list[Tensor]]) -> Iterator[list[Any]]:
+    """The model's output leaves for each micro-batch, attached to the normalised logits."""
     if not run.heads:
-        return run.joined(first.outputs)
+        yield from first.outputs
+        return
     sources = {j: call for j, call in first.sources[0].items() if call is not None}
     if all(s == sources for s in first.sources) and normed.keys() == set(sources.values()):
-        leaves = enumerate(first.outputs)
-        return run.joined([[normed[sources[j]][i] if j in sources else t for j, t in enumerate(o)] for i, o in leaves])
+        for i, o in enumerate(first.outputs):
+            yield [normed[sources[j]][i] if j in sources else t for j, t in enumerate(o)]
+        return
     # Something follows the LastNorms, or goes past them: run it on the normalised logits. Only that part builds a
     # graph, for all parameters are frozen.
     now = run.random_state()
-    parts = []
-    with _frozen(run.inner):
-        for i, piece in enumerate(run.pieces):
-            run.starts[i].restore()
-            with torch.enable_grad(), standing_in(run.heads, Feed({c: p[i] for c, p in normed.items()})):
-                parts.append(run.call(run.inner, piece, detach=True))
+    for i, piece in enumerate(run.pieces):
+        run.starts[i].restore()
+        feed = Feed({c: p[i] for c, p in normed.items()})
+        with _frozen(run.inner), torch.enable_grad(), standing_in(run.heads, feed):
+            leaves = run.call(run.inner, piece, detach=True)
+        yield leaves
     torch.clear_autocast_cache()
     now.restore()
-    return run.joined(parts)
 
 
 @contextlib.contextmanager

@@ -72,12 +72,15 @@ class WholeBatch:
 
     def __init__(self, norm: LastNorm, parts: list[Tensor]):
         self.dim = norm.dim
-        last = [p.movedim(self.dim, -1) for p in parts]
-        self.shapes = [p.shape for p in last]
-        rows = torch.cat([p.reshape(-1, p.shape[-1]) for p in last])
-        self.raw = rows.T.contiguous()[None].requires_grad_()
+        self.shapes = [p.movedim(self.dim, -1).shape for p in parts]
+        self.raw = self.joined(parts).requires_grad_()
         # Not a call: hooks on the LastNorm run when the model calls it, once.
         self.normed = norm.forward(self.raw.movedim(1, self.dim)).movedim(self.dim, 1)
+
+    def joined(self, parts: list[Tensor]) -> Tensor:
+        """Pieces as the micro-batches had them, in the shape of ``raw``."""
+        rows = torch.cat([p.movedim(self.dim, -1).flatten(0, -2) for p in parts])
+        return rows.T.contiguous()[None]
 
     def pieces(self, values: Tensor) -> list[Tensor]:
         """Values of all classes, shaped like ``raw``, as the micro-batches had them."""
@@ -105,7 +108,7 @@ class Replay:
     """Gives the normalised logits forward and the known gradient backward; watches that nothing has changed."""
 
     def __init__(
-        self, piece: MicroBatch, raw: dict[Call, Tensor], normed: dict[Call, Tensor], grads: dict[Call, Tensor | None]
+        self, piece: MicroBatch, raw: dict[Call, Tensor], normed: dict[Call, Tensor], grads: dict[Call, Tensor]
     ):
         self.piece = piece
         self.raw, self.normed, self.grads = raw, normed, grads
@@ -121,15 +124,11 @@ class Replay:
                     "checkpointing, so its calls cannot be told apart. Leave the head out of the checkpoint"
                 )
             key = (name, 0)
-        self._compare(f"{name}: the logits", logits.detach(), self.raw[key])
-        return _KnownGradient.apply(logits, self.normed[key], self.grads[key])
+        self.compare(f"{name}: the logits", logits.detach(), self.raw[key])
+        return _KnownGradient.apply(logits, self.normed[key], self.grads.get(key))
 
-    def compare_outputs(self, now: list[Any], then: dict[int, Tensor]) -> None:
-        """Note how far the model's outputs are from those that the loss saw."""
-        for i, expected in then.items():
-            self._compare(f"output {i} of the model: the values", now[i].detach(), expected)
-
-    def _compare(self, what: str, now: Tensor, then: Tensor) -> None:
+    def compare(self, what: str, now: Tensor, then: Tensor) -> None:
+        """Note how far something is from what it was the first time."""
         if now.shape != then.shape or now.dtype != then.dtype:
             raise _differs(what, self.piece, f"in shape or type ({tuple(then.shape)}, now {tuple(now.shape)})")
         if not then.numel():
