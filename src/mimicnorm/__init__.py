@@ -28,6 +28,10 @@ _WHERE = {
     "LastBN": "methods",
     "NoNorm": "methods",
     "BatchNorm": "methods",
+    "Fixup": "methods",
+    "SkipInit": "methods",
+    "GroupNormWS": "methods",
+    "ScaledWS": "methods",
     "MimicNormError": "errors",
 }
 _MODULES = ("data", "errors", "layers", "memory", "methods", "microbatch", "models", "theory", "training")
@@ -37,7 +41,17 @@ __all__ = [*_WHERE, *_MODULES]
 if TYPE_CHECKING:
     from mimicnorm import data, errors, layers, memory, methods, microbatch, models, theory, training
     from mimicnorm.errors import MimicNormError
-    from mimicnorm.methods import BatchNorm, LastBN, MimicNorm, NoNorm, WeightMean
+    from mimicnorm.methods import (
+        BatchNorm,
+        Fixup,
+        GroupNormWS,
+        LastBN,
+        MimicNorm,
+        NoNorm,
+        ScaledWS,
+        SkipInit,
+        WeightMean,
+    )
     from mimicnorm.planning import plan
     from mimicnorm.steps import Plan
     from mimicnorm.surgery import Report, check, convert, convert_, init_

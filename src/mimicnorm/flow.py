@@ -25,6 +25,7 @@ _TO_END = (
     Kind.CONSTANT,
     Kind.PRODUCT,
 )
+_RELUS, _CLAMPS = ("relu", "relu6"), ("clamp", "clip", "clamp_min", "hardtanh", "threshold")
 _TO_LOGITS = (Kind.VIEW, Kind.POOL, Kind.RESIZE, Kind.SOFTMAX, Kind.DROPOUT, Kind.CONSTANT, Kind.PAD)
 
 
@@ -103,6 +104,12 @@ def reached_layers(node: Node) -> list[Node]:
     return sorted(found, key=lambda n: n.index)
 
 
+def reaches_activation(node: Node) -> bool:
+    """Whether an activation reads a tensor, through views, padding and dropout."""
+    through = (u for u in node.users if u.kind in _TO_OWNER)
+    return any(u.kind is Kind.ACTIVATION for u in node.users) or any(map(reaches_activation, through))
+
+
 def gate_layers(graph: Graph) -> set[str]:
     """Weight layers that only make gates (squeeze-excite, attention over channels or positions).
 
@@ -172,6 +179,16 @@ def ends(operand: Node) -> list[Node]:
     stop = walk_back(operand, _TO_END)
     several = stop.kind in (Kind.ACTIVATION, Kind.POOL) and len(set(stop.inputs)) > 1
     return [e for n in dict.fromkeys(stop.inputs) for e in ends(n)] if several else [stop]
+
+
+def ends_flat(operand: Node) -> bool:
+    """Whether an activation without slope at zero (ReLU) stands between an operand of a sum and its end."""
+    return _flat_at_zero(walk_back(operand, _TO_END, _flat_at_zero))
+
+
+def _flat_at_zero(node: Node) -> bool:
+    bounds = [*node.settings.get("positional", ()), *node.settings.values()]
+    return node.op in _RELUS or (node.op in _CLAMPS and any(b == 0 for b in bounds if isinstance(b, (int, float))))
 
 
 def summands(node: Node) -> tuple[Node, ...] | None:

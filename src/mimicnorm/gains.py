@@ -44,13 +44,13 @@ class Feed:
         """The activation, or the mixture, in a word."""
         return "+".join(name for name, _, _ in self.parts)
 
-    def gain(self, centred: bool, fan_in: int) -> float:
-        """1/sd of the fed values with the exact factor in n if centred, else 1/rms."""
+    def gain(self, centred: bool, fan_in: int | None) -> float:
+        """1/sd of the fed values if centred, else 1/rms; with the exact factor in n, but for standardised weights."""
         mean = sum(share * s.mean for _, s, share in self.parts)
         second = sum(share * s.second_moment for _, s, share in self.parts)
         if not centred:
             return 1 / math.sqrt(second)
-        return math.sqrt(fan_in / (fan_in - 1)) / math.sqrt(second - mean**2)
+        return (1.0 if fan_in is None else math.sqrt(fan_in / (fan_in - 1))) / math.sqrt(second - mean**2)
 
 
 def feed(layer: Node) -> Feed:

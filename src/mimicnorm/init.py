@@ -16,8 +16,10 @@ from torch.overrides import TorchFunctionMode
 from mimicnorm.errors import ExampleError, InitError
 from mimicnorm.example import call_arguments, describe
 from mimicnorm.isolate import untouched
-from mimicnorm.layers import LastNorm, Scale, Shift, WeightMean
+from mimicnorm.layers import FixupScalars, GroupNorm, LastNorm, Scale, Shift, WeightMean
 from mimicnorm.steps import LayerStep, NormStep
+
+_STARTS = {"bias": 0.0, "scalar_bias": 0.0, "input_bias": 0.0, "gain": 1.0}
 
 
 def initialise(
@@ -44,8 +46,9 @@ def initialise(
         )
     with torch.no_grad():
         for step, m in planned:
-            if isinstance(m.bias, Tensor):
-                m.bias.zero_()
+            for name, value in _STARTS.items():
+                if isinstance(getattr(m, name, None), Tensor):
+                    getattr(m, name).fill_(value)
             if step.scale is not None:
                 m.residual_scale.fill_(step.scale)  # pyrefly: ignore
         for n in norms:
@@ -64,10 +67,10 @@ def draw_(weight: Tensor, gain: float, fan_in: int) -> None:
 
 def _reset_affine(module: nn.Module, scale: float | None) -> None:
     for m in module.modules():
-        if isinstance(m, (Shift, Scale)) and m.bias is not None:
-            m.bias.zero_()
-        if isinstance(m, Scale) and scale is not None:
-            m.residual_scale.fill_(scale)
+        if isinstance(m, (Shift, Scale, FixupScalars, GroupNorm)):
+            for name, value in (*_STARTS.items(), ("residual_scale", scale)):
+                if value is not None and isinstance(getattr(m, name, None), Tensor):
+                    getattr(m, name).fill_(value)
 
 
 def _degenerate(layer: nn.Module) -> bool:

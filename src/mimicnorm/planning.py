@@ -7,6 +7,7 @@ BatchNorm; ``convert_`` carries it out.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,17 +16,19 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
-from mimicnorm import flow, probe
+from mimicnorm import flow, probe, residual
 from mimicnorm.errors import MimicNormError, RefusedError
 from mimicnorm.gains import feed, without_formula
 from mimicnorm.graph import Graph, Node
-from mimicnorm.layers import LastNorm, LastNormed, WeightMean, fan_in
-from mimicnorm.methods import Method, as_method
+from mimicnorm.layers import Derived, LastNorm, fan_in, group_count
+from mimicnorm.methods import GroupNormWS, Method, as_method
 from mimicnorm.ops import Kind
+from mimicnorm.ownership import Ownership
 from mimicnorm.record import is_batch_norm, record
-from mimicnorm.steps import HeadStep, LayerStep, NormStep, Plan, Refusal, count
+from mimicnorm.steps import OWN_INIT, LayerStep, NormStep, Plan, count
 
 Where = Callable[[nn.Module, str], bool]
+_DONE = {"centre": "centred", "standardise": "standardised"}
 INITS = ("auto", "theory", "calibrate", None)
 
 
@@ -99,7 +102,7 @@ def _check_arguments(model: Any, init: Any, where: Any) -> None:
             raise RefusedError(f"{name or 'the model'} is lazy and has no shape yet. Run the model once, then convert.")
         if type(m).__name__.startswith("FSDP"):
             raise RefusedError(f"{name or 'the model'} is sharded ({type(m).__name__}). Convert first, then shard.")
-        if isinstance(m, (WeightMean, LastNormed, LastNorm)) or "_mimicnorm" in m.__dict__:
+        if isinstance(m, (Derived, LastNorm)) or "_mimicnorm" in m.__dict__:
             raise RefusedError(
                 f"{name or 'the model'} was converted before. Convert a fresh model; "
                 "to set its starting weights again use mimicnorm.init_."
@@ -111,8 +114,8 @@ def _check_arguments(model: Any, init: Any, where: Any) -> None:
             )
 
 
-class _Planner:
-    """The state of one planning: graph, modules, and what has been decided so far."""
+class _Planner(Ownership):
+    """The state of one planning: who is who, and what has been decided so far."""
 
     def __init__(
         self,
@@ -123,26 +126,18 @@ class _Planner:
         graph: Graph,
         init: str | None,
     ):
-        self.method, self.norms, self.left, self.graph, self.init = method, norms, left, graph, init
-        self.modules = dict(model.named_modules())
-        self.uses = flow.uses(graph)
-        self.sums = flow.sums(graph)
-        self.plan = Plan(method)
-        self.gates = flow.gate_layers(graph)
-        self.head_names: set[str] = set()
-        self.owned: dict[str, list[Node]] = {}  # BatchNorm -> the layer calls that own it ("post")
-        self.reached: dict[str, list[Node]] = {}  # BatchNorm -> the layer calls it reaches first ("pre")
-        self.roles: dict[str, tuple[Node, str]] = {}  # layer -> its first call and its role
+        super().__init__(model, method, norms, left, graph)
+        self.init, self.uses = init, flow.uses(graph)
         self.probes: dict[str, probe.LayerProbe] = {}
 
     def build(self, head: str | Sequence[str] | None) -> Plan:
-        self._functional_norms()
-        self._heads(head)
-        self._owners()
-        self._branch_last_layers()
-        ends = self._branch_ends()
-        variance = self._variance(ends)
-        layers = self._layer_steps(ends, variance)
+        self.find(head)
+        self.fan_in = {name: self._fan_in(name) for name in self.roles}
+        self.kept = {name: self._why_kept(name, role) for name, (_, role) in self.roles.items()}
+        branches = self._branches()
+        ends = {end for branch in branches for end in branch.ends}
+        variance = residual.variance(self.graph, dict.fromkeys(ends, self.method.branch_variance), self._resets)
+        layers = self._layer_steps(branches, ends, variance)
         self._norm_steps(ends, variance, layers)
         self.plan.layers = list(layers.values())
         self._init()
@@ -150,195 +145,108 @@ class _Planner:
             self.refuse("", "where= leaves every BatchNorm, so there is nothing to convert", "Let it accept some")
         return self.plan
 
-    def refuse(self, name: str, reason: str, remedy: str) -> None:
-        self.plan.refusals.append(Refusal(name, reason, remedy))
+    # -- residual branches ---------------------------------------------------------------------
 
-    # -- what may stop it ----------------------------------------------------------------------
-
-    def _functional_norms(self) -> None:
-        for name in dict.fromkeys(self.graph.functional_norms):
+    def _branches(self) -> list[residual.Branch]:
+        """The branches that the method ends with a scalar."""
+        if not self.method.branches:
+            return []
+        found = residual.branches(self.graph, self._can_end, self.gates)
+        if self.method.only_beside_skips:
+            found = [b for b in found if b.beside_skip]
+        if self.method.zeroes:
+            found = [b for b in found if all(self._last_layers(e) for e in b.ends)]
+        if self.method.zeroes or self.method.branch_scale(1.0) == 0.0:
+            dead = [str(b.ends[0].norm or b.ends[0].layer) for b in found if not b.wakes]
+            found = [b for b in found if b.wakes]
+            if dead:
+                self.plan.notes.append(
+                    f"a ReLU comes behind the branches that end in {', '.join(dead[:3])}{', ...' * (len(dead) > 3)}: "
+                    "at zero they would stay zero, so they are no residual branches here"
+                )
+        if self.method.needs_branches and not found:
             self.refuse(
-                name,
-                "calls F.batch_norm on data without being a BatchNorm module, so it cannot be taken out",
-                "Use nn.BatchNorm there (in a ModuleList, not a plain list), or convert the rest without this module",
+                "",
+                f"{type(self.method).__name__} is made for residual branches, and this network has none",
+                "Use another method, such as MimicNorm() or ScaledWS()",
             )
-        for name in self.graph.norm_inputs:
-            if not self.graph.calls(name) and name not in self.left:
-                self.refuse(
-                    name,
-                    "ran, but in a way that could not be followed",
-                    "Leave it out with where=, or use a plain nn.BatchNorm there",
-                )
+        return found
 
-    def _heads(self, head: str | Sequence[str] | None) -> None:
-        if head is not None:
-            names = [head] if isinstance(head, str) else list(head) if isinstance(head, (list, tuple, set)) else []
-            if not names or not all(isinstance(n, str) for n in names):
-                raise MimicNormError(f"head={head!r}; use the qualified name of a module, or a list of names")
-            found = [h for n in names if (h := self._named_head(n)) is not None]
-        else:
-            found, problems = flow.logits(self.graph)
-            if not found and self.method.last_norm:
-                why = "; ".join(problems) or "the output is not a tensor that depends on the input"
-                self.refuse(
-                    "",
-                    f"no evident head for the last BN: {why}",
-                    'Name the module that makes the logits with head="...", or leave it out with last_norm=False',
-                )
-            elif problems and self.method.last_norm:
-                self.plan.notes += [f"no last norm there: {p}" for p in problems]
-        self.head_names |= {h.module for h in found}
-        if self.method.last_norm:
-            kinds = {h.module: type(self.modules[h.module]).__name__ for h in found}
-            self.plan.heads = [HeadStep(h.module, kinds[h.module], h.classes, h.dim) for h in found]
+    def _can_end(self, call: Node) -> bool:
+        """Whether a call can end a branch: of a BatchNorm that is taken out, or of a layer that is changed."""
+        return call.norm in self.owned or call.norm in self.reached or (call.layer in self.roles and call.norm is None)
 
-    def _named_head(self, name: str) -> flow.Logits | None:
-        if name not in self.modules:
-            self.refuse(name, "head= names no module of the model", "See model.named_modules() for the names")
-            return None
-        nodes = [n for n in self.graph.nodes if n.layer == name or name in n.made_by]
-        if not nodes:
-            self.refuse(name, "head= names a module that returned no tensor in the example's forward", "Name another")
-            return None
-        made = next((n for n in nodes if n.layer == name), nodes[0])
-        inside = flow.head_layer(made)  # of a container, the layer in it that makes the logits
-        if inside is not None:
-            self.head_names.add(inside)
-        return flow.logits_at(made, name)
+    def _last_layers(self, end: Node) -> list[str]:
+        """The layers that make what ends a branch."""
+        calls = [end] if end.norm is None else self.owned.get(end.norm, [])
+        return [c.layer for c in calls if c.layer is not None]
 
-    # -- owners --------------------------------------------------------------------------------
-
-    def _owners(self) -> None:
-        for name in self.norms:
-            calls = self.graph.calls(name)
-            if name in self.left or not calls:
-                continue
-            if any(flow.on_raw_input(call) for call in calls):
-                self.refuse(
-                    name or "(root)",
-                    "this BatchNorm normalises the model's own input: data normalisation, not a hidden layer",
-                    "Leave it out with where=lambda module, name: name != "
-                    f"{name!r}, or normalise the data and remove it",
-                )
-                continue
-            owners = [flow.owner(call) for call in calls]
-            if all(o is not None for o in owners):
-                self.owned[name] = [o for o in owners if o is not None]
-                for o in self.owned[name]:
-                    self._take(o, "gate" if o.layer in self.gates else "owner")
-            else:
-                reached = [layer for call in calls for layer in flow.reached_layers(call)]
-                keep = [r for r in reached if r.layer not in self.head_names and r.layer not in self.gates]
-                self.reached[name] = keep
-                for r in keep:
-                    self._take(r, "owner")
-
-    def _take(self, call: Node, role: str) -> None:
-        assert call.layer is not None
-        if call.layer in self.head_names:
-            self.refuse(call.layer, "is the head, yet a BatchNorm follows it", "Name the layer that makes the logits")
-        self.roles.setdefault(call.layer, (call, role))
-
-    def _branch_last_layers(self) -> None:
-        """The last layer of a pre-activation branch has no BatchNorm behind it, yet it ends what one began."""
-        pre = [c for name in self.reached for c in self.graph.calls(name)]
-        removed = pre + [c for name in self.owned for c in self.graph.calls(name)]
-        groups = [(s.operands, removed) for s in self.sums]
-        # A concat joins whole feature maps as often as branches: there the branch must begin with a BatchNorm.
-        concats = [n for n in self.graph.nodes if n.kind is Kind.CONCAT and n.op not in ("overwrite", "stack")]
-        groups += [(n.inputs, pre) for n in concats]
-        for operands, begins in groups:
-            for operand in operands:
-                own = flow.own_path(operand, operands)
-                for last in flow.ends(operand):
-                    outside = last.layer is None or last.layer in self.head_names or last.layer in self.gates
-                    if outside or last.layer in self.roles:
-                        continue
-                    began = any(own >> c.index & 1 for c in begins)
-                    if began and any(own >> c.index & 1 and last in flow.reached_layers(c) for c in removed):
-                        self._take(last, "branch end")
-
-    # -- sums, scalars, variance ---------------------------------------------------------------
-
-    def _branch_ends(self) -> set[Node]:
-        """The calls (of BatchNorms or converted layers) that end a residual branch."""
-        if self.method.residual is None:
-            return set()
-        ends: set[Node] = set()
-        for s in self.sums:
-            for branch in s.branches:
-                own = flow.own_path(branch, s.operands)  # an end on the common trunk ends no branch
-                for e in flow.ends(branch):
-                    removed = e.norm in self.owned or e.norm in self.reached
-                    if own >> e.index & 1 and (removed or (e.layer in self.roles and e.norm is None)):
-                        ends.add(e)
-        return ends
-
-    def _variance(self, ends: set[Node]) -> dict[Node, float]:
-        """Predicted variance before each activation: 1 after inputs, norms and branch ends; added at sums."""
-        v: dict[Node, float] = {}
-        for node in self.graph.nodes:
-            before = [v[n] for n in node.inputs]
-            left = node.kind is Kind.NORM and node.norm in self.left
-            if not before or node.kind is Kind.OTHER_NORM or left or node in ends:
-                v[node] = 1.0
-            elif (summands := flow.summands(node)) is not None:
-                v[node] = sum(v[n] for n in summands) / (len(summands) ** 2 if node.op == "mean" else 1)
-            elif node.kind is Kind.CONCAT:
-                sizes = [n.shape.numel() for n in node.inputs]
-                v[node] = sum(a * s for a, s in zip(before, sizes, strict=True)) / sum(sizes)
-            elif node.kind is Kind.PRODUCT:
-                kept = flow.carried(node)
-                v[node] = v[kept] if kept is not None else sum(before) / len(before)
-            else:
-                v[node] = before[0]
-        return v
+    def _resets(self, call: Node) -> bool:
+        """Whether a call's output has variance 1 whatever its input has."""
+        if call.kind is Kind.NORM:
+            return call.norm in self.left or self.method.instead == "group"
+        return self.method.gains and call.layer in self.roles and not self.kept[call.layer]
 
     # -- steps ---------------------------------------------------------------------------------
 
-    def _layer_steps(self, ends: set[Node], v: dict[Node, float]) -> dict[str, LayerStep]:
+    def _layer_steps(
+        self, branches: list[residual.Branch], ends: set[Node], v: dict[Node, float]
+    ) -> dict[str, LayerStep]:
         steps: dict[str, LayerStep] = {}
+        factors = residual.fixup_factors(branches, self._last_layers) if self.method.zeroes else {}
+        factors |= {name: (0.0, "starts at zero: the head") for name, (_, role) in self.roles.items() if role == "head"}
         for name, (call, role) in sorted(self.roles.items(), key=lambda item: item[1][0].index):
-            module = self.modules[name]
-            fed = feed(call)
-            weight: Tensor = module.weight  # pyrefly: ignore
-            n = fan_in(
-                weight,
-                getattr(module, "groups", 1),
-                bool(getattr(module, "transposed", False)),
-                getattr(module, "stride", ()),
-            )
+            module, n, fed, before = self.modules[name], self.fan_in[name], feed(call), v[call.inputs[0]]
             self.probes[name] = probe.layer(module, call.inputs[0].shape)
-            why = self._why_not_centred(module, n, role)
+            why = self.kept[name]
             scale = None
             if call in ends:  # a branch end without a BatchNorm of its own
-                scale, role = self.method.branch_scale(v[call.inputs[0]]), "branch end"
-            if problem := self._cannot_change(name, changes=not why or scale is not None, centre=not why):
+                scale, role = self.method.branch_scale(before), "branch end"
+            action = "keep" if why else self.method.weights
+            if problem := self._cannot_change(name, action, scale is not None):
                 self.refuse(name, *problem)
-            kind = type(module).__name__
-            action = "keep" if why else "centre"
-            gain = fed.gain(not why, n)
-            steps[name] = LayerStep(name, kind, role, action, n, fed.name, gain, scale, v[call.inputs[0]], None, why)
+            gain = fed.gain(action in ("centre", "standardise"), None if action == "standardise" else n)
+            if not why and name in factors:
+                gain, why = gain * factors[name][0], factors[name][1]
+            step = LayerStep(name, type(module).__name__, role, action, n, fed.name, gain, scale, before, None, why)
+            if action == "standardise" and self.method.gains:
+                step = dataclasses.replace(step, factor=gain / math.sqrt(n * before), learns_gain=True)
+            if scale is not None:
+                step = dataclasses.replace(step, output_factor=self.method.branch_factor)
+            if action == "bias":
+                step = dataclasses.replace(step, on_raw_input=flow.on_raw_input(call))
+            steps[name] = step
         return steps
 
-    def _why_not_centred(self, module: nn.Module, n: int, role: str) -> str:
-        """Why a layer keeps its mean, or an empty string."""
-        groups = getattr(module, "groups", 1)
-        if not self.method.centres:
+    def _fan_in(self, name: str) -> int:
+        module = self.modules[name]
+        weight: Tensor = module.weight  # pyrefly: ignore
+        transposed = bool(getattr(module, "transposed", False))
+        return fan_in(weight, getattr(module, "groups", 1), transposed, getattr(module, "stride", ()))
+
+    def _why_kept(self, name: str, role: str) -> str:
+        """Why a layer is not centred, standardised or given a bias before it; or an empty string."""
+        weights = self.method.weights
+        if weights == "keep":
             return "the method does not centre"
         if role == "gate":
             return "part of a gate"
-        if groups > 1 and groups == getattr(module, "in_channels", 0):
+        module = self.modules[name]
+        groups = getattr(module, "groups", 1)
+        if weights == "centre" and groups > 1 and groups == getattr(module, "in_channels", 0):
             return "depthwise"
-        return "" if n > self.method.min_fan_in else f"fan-in of at most {self.method.min_fan_in}"
+        if weights == "bias" or self.fan_in[name] > self.method.min_fan_in:
+            return ""
+        return f"fan-in of at most {self.method.min_fan_in}"
 
-    def _cannot_change(self, name: str, changes: bool, centre: bool) -> tuple[str, str] | None:
+    def _cannot_change(self, name: str, action: str, scaled: bool) -> tuple[str, str] | None:
         """Why a layer cannot be given another forward or other weights, and what to do; or None."""
         module = self.modules[name]
+        changes, reweights = action != "keep" or scaled, action in ("centre", "standardise")
         if (changes or self.init is not None) and not isinstance(module._parameters.get("weight"), nn.Parameter):
             return (
                 "its weight is computed from other parameters (weight norm, a parametrization), so what would be "
-                "centred and initialised is not what the optimizer sees",
+                f"{_DONE.get(action, 'changed')} and initialised is not what the optimizer sees",
                 "Remove it first (torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, "
                 "remove_spectral_norm or prune.remove), or leave its BatchNorm with where=",
             )
@@ -347,9 +255,10 @@ class _Planner:
                 "its weight is used by a function outside its own forward, which would not be changed",
                 "Call the module itself, or leave its BatchNorm with where=",
             )
-        if centre and not self.probes[name].centres:
+        if reweights and not self.probes[name].centres:
+            version = "weight-mean" if action == "centre" else "standardised"
             return (
-                f"{type(module).__name__} has a forward of its own, and its weight-mean version gives another output",
+                f"{type(module).__name__} has a forward of its own, and its {version} version gives another output",
                 "Leave its BatchNorm with where=, or use a plain layer",
             )
         return None
@@ -374,36 +283,79 @@ class _Planner:
                     "Leave it out with where=, or replace it with nn.BatchNorm and what else it does",
                 )
                 continue
-            rest = {"keeps": probed.children, "channel_dim": probed.channel_dim}
+            rest: dict[str, Any] = {"keeps": probed.children, "channel_dim": probed.channel_dim}
             if not calls:
+                groups = self._groups(module, shape, probed.channel_dim)
+                becomes = "shift" if groups is None else "group"
                 self.plan.notes.append(
-                    f"{name} never ran on the example: it becomes a shift, its layer is not converted"
+                    f"{name} never ran on the example: it becomes a {becomes}, its layer is not converted"
                 )
-                step = NormStep(name, kind, "unused", "shift", why="never called on the example", **rest)
-                self.plan.norms.append(step)
+                why = "never called on the example"
+                self.plan.norms.append(NormStep(name, kind, "unused", becomes, why=why, groups=groups, **rest))
                 continue
             variance = v[calls[0].inputs[0]]
             scale = self.method.branch_scale(variance) if any(c in ends for c in calls) else None
             step = self._owned_step if name in self.owned else self._pre_step
+            if self.method.instead == "group":
+                rest["groups"] = groups = self._groups(module, shape, probed.channel_dim)
+                rest["why"] = f"{groups} groups of each sample's channels"
+                step = self._group_step
+            elif self.method.instead == "scalar":
+                step = self._scalar_step
             self.plan.norms.append(dataclasses.replace(step(name, kind, calls, variance, scale, layers), **rest))
 
+    def _groups(self, norm: nn.Module, shape: torch.Size | None, channel_dim: int) -> int | None:
+        """How many groups the GroupNorm in a BatchNorm's place has, or None if there is none."""
+        if not isinstance(self.method, GroupNormWS):
+            return None
+        positions = 16 if shape is None else math.prod(shape[1:]) // shape[channel_dim]
+        return group_count(probe.channels(norm), positions, self.method.groups)
+
+    def _group_step(self, name, kind, calls, v, scale, layers) -> NormStep:
+        del calls, scale, layers
+        role, owners = self._role(name)
+        return NormStep(name, kind, role, "group", owners, v=v)
+
+    def _scalar_step(self, name, kind, calls, v, scale, layers) -> NormStep:
+        """Fixup: a multiplier where a branch ends, a bias before an activation, both single numbers."""
+        del layers
+        role, owners = self._role(name)
+        step = NormStep(name, kind, role, "shift", owners, scale=scale, v=v, scalar=True)
+        if scale is not None:
+            return dataclasses.replace(step, action="scale", why="ends a residual branch")
+        if any(flow.reaches_activation(c) for c in calls):
+            return dataclasses.replace(step, why="scalar bias before an activation")
+        if role == "post" and all(flow.read_once(o) for o in self.owned[name]):
+            return dataclasses.replace(step, action="remove", why=f"owned by {owners[0]}, before no activation")
+        return dataclasses.replace(step, why="its input is read by others, too")
+
+    def _role(self, name: str) -> tuple[str, tuple[str, ...]]:
+        """Whether a BatchNorm is "post" or "pre", and the layers it normalised."""
+        role = "post" if name in self.owned else "pre"
+        calls = self.owned[name] if name in self.owned else self.reached.get(name, ())
+        return role, tuple(dict.fromkeys(c.layer for c in calls if c.layer))
+
     def _owned_step(self, name, kind, calls, v, scale, layers) -> NormStep:
-        owner = self.owned[name][0]
-        owners = tuple(dict.fromkeys(o.layer for o in self.owned[name] if o.layer))
+        owner, (_, owners) = self.owned[name][0], self._role(name)
         layer = layers[owners[0]]
         # Layer and BatchNorm meet in every call of either, and in nothing else: they may be used as one.
         read_once = all(flow.read_once(o) for o in self.owned[name])
         paired = len(owners) == 1 and self.uses[layer.name] == len(calls) == len(set(self.owned[name]))
         alone = paired and read_once and self._inside(layer.name)
         why = ""
-        if scale is not None:
-            why = f"ends a residual branch: scalar 1/{'sqrt(v)' if self.method.residual == 'sqrt' else 'v'}"
-        if scale is not None and not (alone and layer.action == "centre" and self.probes[layer.name].scales):
-            return NormStep(name, kind, "post", "scale", owners, scale=scale, v=v, why=why)
+        factor = self.method.branch_factor
         direct = all(c.inputs[0] is o for c, o in zip(calls, self.owned[name], strict=True))
         foldable = alone and direct and self._takes_beta(name, layer.name, owner)
         if scale is not None:
-            layer = layers[layer.name] = dataclasses.replace(layer, scale=scale, role="branch end")
+            rule = {"sqrt": "1/sqrt(v)", "linear": "1/v"}.get(str(self.method.residual), f"{scale:g}")
+            why = f"ends a residual branch: scalar {rule}"
+        if scale is not None and not (alone and layer.action in _DONE and self.probes[layer.name].scales):
+            if foldable and self.method.scales_bias:
+                layers[layer.name] = dataclasses.replace(layer, beta_from=name)
+            return NormStep(name, kind, "post", "scale", owners, scale=scale, factor=factor, v=v, why=why)
+        if scale is not None:
+            end = {"scale": scale, "output_factor": factor, "role": "branch end"}
+            layer = layers[layer.name] = dataclasses.replace(layer, **end)
             why += f", folded into {layer.name}"
         beta = getattr(self.norms[name], "bias", None) is not None
         if foldable or (not beta and read_once):
@@ -427,9 +379,10 @@ class _Planner:
 
     def _pre_step(self, name, kind, calls, v, scale, layers) -> NormStep:
         del calls, layers
-        owners = tuple(dict.fromkeys(r.layer for r in self.reached.get(name, ()) if r.layer))
+        _, owners = self._role(name)
         if scale is not None:
-            return NormStep(name, kind, "pre", "scale", owners, scale=scale, v=v, why="ends a residual branch")
+            step = NormStep(name, kind, "pre", "scale", owners, scale=scale, v=v, why="ends a residual branch")
+            return dataclasses.replace(step, factor=self.method.branch_factor)
         why = f"before {', '.join(owners[:3])}" if owners else "before no layer"
         return NormStep(name, kind, "pre", "shift", owners, v=v, why=why)
 
@@ -445,7 +398,11 @@ class _Planner:
                 f"{count(len(trained), 'BatchNorm')}), and converting sets new starting weights",
                 'Say so with init="theory" or init="calibrate"; init=None keeps every weight (a checkpoint follows)',
             )
-        if init == "auto":
+        if init == "calibrate" and self.method.own_init:
+            self.refuse("", f"{type(self.method).__name__} {OWN_INIT}", 'Use init="theory", or None to keep them')
+        if init == "auto" and self.method.own_init:
+            self.plan.init, self.plan.init_why = "theory", "the method prescribes them"
+        elif init == "auto":
             behind = 0
             for call, _ in self.roles.values():
                 behind |= call.ancestors

@@ -45,7 +45,7 @@ def norm(module: nn.Module, shape: torch.Size | None) -> NormProbe | None:
     if any(type(module) is known for known in _PLAIN_NORMS):
         return NormProbe()
     twin = _on_cpu(module)
-    width = _width(twin)
+    width = channels(twin)
     beta = torch.randn(width, generator=_generator(), device="cpu", dtype=torch.float32)
     with torch.no_grad():
         for name, value in (("running_mean", 0.0), ("running_var", 1.0), ("weight", 1.0), ("bias", beta)):
@@ -146,7 +146,8 @@ def _on_cpu(module: nn.Module) -> nn.Module:
     return twin.float()
 
 
-def _width(module: nn.Module) -> int:
+def channels(module: nn.Module) -> int:
+    """The channels of a BatchNorm of any class."""
     found = [getattr(module, n, None) for n in ("running_mean", "weight")]
     sizes = [t.numel() for t in found if isinstance(t, Tensor)]
     return sizes[0] if sizes else int(getattr(module, "num_features", 1))

@@ -10,6 +10,8 @@ from typing import Any
 from mimicnorm.errors import RefusedError
 from mimicnorm.methods import Method, settings
 
+OWN_INIT = "prescribes its starting weights, so there is nothing to calibrate"
+
 
 @dataclass(frozen=True)
 class NormStep:
@@ -19,11 +21,14 @@ class NormStep:
         name: Qualified name.
         kind: Its class.
         role: "post" (a layer owns it), "pre" (it stands before the layers), "unused" or "left".
-        action: "remove", "shift", "scale" or "leave".
+        action: "remove", "shift", "scale", "group" or "leave".
         owner: The layers it normalised, by name.
         keeps: Children that stay (dropout, activation).
         channel_dim: The dimension that its beta lies along.
         scale: Start of the scalar put in its place, for "scale".
+        factor: A fixed factor beside that scalar.
+        scalar: Whether the shift is a single number (Fixup) in place of its beta.
+        groups: Of the GroupNorm put in its place, for "group".
         v: Predicted variance of its input.
         why: One clause.
     """
@@ -38,6 +43,9 @@ class NormStep:
     scale: float | None = None
     v: float | None = None
     why: str = ""
+    factor: float = 1.0
+    scalar: bool = False
+    groups: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,8 +55,8 @@ class LayerStep:
     Attributes:
         name: Qualified name.
         kind: Its class.
-        role: "owner" (of a BatchNorm behind or before it), "branch end" or "gate".
-        action: "centre" or "keep".
+        role: "owner" (of a BatchNorm behind or before it), "branch end", "gate" or "head".
+        action: "centre", "standardise", "bias" (a scalar before it) or "keep".
         fan_in: Inputs per output.
         fed_by: The activation its input went through.
         gain: Its weights start with standard deviation gain / sqrt(fan_in).
@@ -56,6 +64,10 @@ class LayerStep:
         v: Predicted variance of its input before the activation.
         beta_from: The BatchNorm whose beta becomes its bias, or None.
         why: One clause.
+        factor: What standardised weights are multiplied with.
+        output_factor: A fixed factor on the whole output: alpha at the end of a branch.
+        learns_gain: Whether it gets a learnable gain per output channel.
+        on_raw_input: Whether it reads the model's own input, so that no bias comes before it.
     """
 
     name: str
@@ -69,6 +81,10 @@ class LayerStep:
     v: float = 1.0
     beta_from: str | None = None
     why: str = ""
+    factor: float = 1.0
+    output_factor: float = 1.0
+    learns_gain: bool = False
+    on_raw_input: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,8 +153,11 @@ class Plan:
             "removed": norms["remove"],
             "shifts": norms["shift"],
             "scales": norms["scale"],
+            "group_norms": norms["group"],
             "left": norms["leave"],
             "centred": layers["centre"],
+            "standardised": layers["standardise"],
+            "biased": layers["bias"],
             "not_centred": layers["keep"],
             "residual_scalars": norms["scale"] + sum(step.scale is not None for step in self.layers),
             "last_norms": len(self.heads),
@@ -181,11 +200,14 @@ class Plan:
         lines = ["  ".join(cell.ljust(w) for cell, w in zip(r, widths, strict=True)).rstrip() for r in rows]
         lines.insert(1, "  ".join("-" * w for w in widths))
         t = self.totals()
+        done = {"standardise": "standardised", "bias": "biased"}.get(self.method.weights, "centred")
+        grouped = f"{t['group_norms']} to a GroupNorm, " if t["group_norms"] else ""
         lines.append("")
         lines.append(
             f"{self.method.name}: {count(t['batch_norms'], 'BatchNorm')} ({t['removed']} removed, "
-            f"{t['shifts']} to a shift, {t['scales']} to a scalar, {t['left']} left); "
-            f"{count(t['centred'], 'layer')} centred, {t['not_centred']} not; "
+            f"{t['shifts']} to a shift, {t['scales']} to a scalar, "
+            f"{grouped}{t['left']} left); "
+            f"{count(t[done], 'layer')} {done}, {t['not_centred']} not; "
             f"{count(t['residual_scalars'], 'residual scalar')}; {count(t['last_norms'], 'last norm')}"
         )
         if self.init_why:

@@ -16,25 +16,33 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from mimicnorm.errors import CheckError, MimicNormError, RefusedError
+from mimicnorm.errors import CheckError, InitError, MimicNormError, RefusedError
 from mimicnorm.init import initialise
 from mimicnorm.isolate import refill
 from mimicnorm.layers import (
+    FixupLayer,
+    FixupScalars,
+    GroupNorm,
     LastNorm,
     LastNormed,
     Remains,
     Scale,
     ScaledOutput,
     Shift,
+    Standardisation,
+    Standardised,
     WeightMean,
     centre_,
+    fixup_,
     last_norm_,
     scale_output_,
+    standardise_,
 )
 from mimicnorm.methods import Method
 from mimicnorm.planning import Where, plan
+from mimicnorm.probe import channels
 from mimicnorm.record import is_batch_norm, record
-from mimicnorm.steps import HeadStep, LayerStep, NormStep, Plan
+from mimicnorm.steps import OWN_INIT, HeadStep, LayerStep, NormStep, Plan
 
 
 @dataclass
@@ -67,6 +75,9 @@ class Conversion:
     layers: tuple[LayerStep, ...]
     heads: tuple[HeadStep, ...]
     init: str | None
+
+
+_CHANGED = {"centre": WeightMean, "standardise": Standardised, "bias": FixupLayer}
 
 
 def convert_(
@@ -124,6 +135,8 @@ def init_(model: nn.Module, init: str = "theory", *, example: Any = None) -> Non
     """
     for prefix, root in _conversions(model):
         conversion: Conversion = root._mimicnorm  # pyrefly: ignore
+        if conversion.method.own_init and init == "calibrate":
+            raise InitError(f'{type(conversion.method).__name__} {OWN_INIT}: use init="theory"')
         if prefix and init == "calibrate":
             raise CheckError(f"calibrate runs the converted network itself: call init_ on {prefix!r}")
         initialise(root, conversion.layers, conversion.norms, init, example)
@@ -146,7 +159,8 @@ def check(model: nn.Module) -> None:
                     "put it back with mimicnorm.layers.last_norm_(head, LastNorm(classes))"
                 )
         for step in conversion.layers:
-            wanted = WeightMean if step.action == "centre" else ScaledOutput if step.scale is not None else nn.Module
+            kept = ScaledOutput if step.scale is not None else nn.Module
+            wanted = _CHANGED.get(step.action, kept)
             if not isinstance(modules.get(step.name), wanted):
                 problems.append(f"{prefix}{step.name}: the layer was replaced and is no longer {wanted.__name__}")
         left = {n.name for n in conversion.norms if n.action == "leave"}
@@ -186,13 +200,14 @@ def _still_runs(model: nn.Module, example: Any) -> None:
 
 def _operate(model: nn.Module, report: Report) -> None:
     modules = dict(model.named_modules())
-    betas = {n.name: _beta(modules[n.name]) for n in report.norms}
+    betas = {n.name: _as_parameter(getattr(modules[n.name], "bias", None)) for n in report.norms}
     for step in report.layers:
         _operate_on_layer(modules[step.name], step, betas, report)
+    moved = {step.beta_from for step in report.layers}
     for n in report.norms:
         if n.action != "leave":
             owner = modules[n.owner[0]] if n.owner else None
-            _operate_on_norm(modules[n.name], n, betas[n.name], owner, report)
+            _operate_on_norm(modules[n.name], n, None if n.name in moved else betas[n.name], owner, report)
     for h in report.heads:
         head = modules[h.name]
         like = next((p for p in head.parameters() if p.is_floating_point()), torch.empty(0))
@@ -203,13 +218,18 @@ def _operate(model: nn.Module, report: Report) -> None:
 
 def _operate_on_layer(layer: nn.Module, step: LayerStep, betas: dict[str, Parameter | None], report: Report) -> None:
     weight: Tensor = layer.weight  # pyrefly: ignore
-    scale = None
-    if step.scale is not None:
-        scale = Parameter(torch.full((1,), step.scale, device=weight.device, dtype=weight.dtype))
-        scale.requires_grad_(weight.requires_grad)
-        report.new_parameters += [(f"{step.name}.residual_scale", scale)] * scale.requires_grad
+
+    def new(name: str, value: float, size: int = 1) -> Parameter:
+        return _new(report, f"{step.name}.{name}", value, weight, weight.requires_grad, size)
+
+    scale = new("residual_scale", step.scale) if step.scale is not None else None
     if step.action == "centre":
         centre_(layer, scale)
+    elif step.action == "standardise":
+        gain = new("gain", 1.0, _outputs(layer)) if step.learns_gain else None
+        standardise_(layer, Standardisation(step.factor, step.output_factor), gain, scale)
+    elif step.action == "bias":
+        fixup_(layer, None if step.on_raw_input else new("input_bias", 0.0), scale)
     elif scale is not None:
         scale_output_(layer, scale)
     beta = betas.get(step.beta_from) if step.beta_from is not None else None
@@ -224,32 +244,53 @@ def _operate_on_layer(layer: nn.Module, step: LayerStep, betas: dict[str, Parame
             own.add_(beta.to(own))  # pyrefly: ignore
 
 
-def _beta(norm: nn.Module) -> Parameter | None:
-    beta = getattr(norm, "bias", None)
-    if beta is None or isinstance(beta, Parameter):
-        return beta
-    return Parameter(beta.detach().clone(), requires_grad=False)  # a frozen BatchNorm keeps it as a buffer
+def _new(report: Report, name: str, value: float, like: Tensor, trains: bool, size: int = 1) -> Parameter:
+    """A parameter that did not exist before, and a line about it in the report if it is trained."""
+    parameter = Parameter(torch.full((size,), value, device=like.device, dtype=like.dtype), requires_grad=trains)
+    report.new_parameters += [(name, parameter)] * trains
+    return parameter
+
+
+def _outputs(layer: Any) -> int:
+    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+
+
+def _as_parameter(t: Any) -> Parameter | None:
+    if t is None or isinstance(t, Parameter):
+        return t
+    return Parameter(t.detach().clone(), requires_grad=False)  # a frozen BatchNorm keeps it as a buffer
 
 
 def _operate_on_norm(
     norm: nn.Module, step: NormStep, beta: Parameter | None, owner: nn.Module | None, report: Report
 ) -> None:
     instead: nn.Module | None = None
-    if step.action == "shift":
-        instead = Shift(beta, step.channel_dim).train(norm.training)
-        if beta is not None:
-            suffix = "instead.bias" if step.keeps else "bias"
-            report.moved_parameters[f"{step.name}.bias"] = f"{step.name}.{suffix}"
-    elif step.action == "scale":
+    prefix = f"{step.name}.instead." if step.keeps else f"{step.name}."
+    if step.action == "group":
+        gamma = _as_parameter(getattr(norm, "weight", None))
+        eps = float(getattr(norm, "eps", 1e-5))
+        assert step.groups is not None
+        instead = GroupNorm(step.groups, channels(norm), gamma, beta, step.channel_dim, eps)
+        if step.keeps:
+            report.moved_parameters |= {f"{step.name}.{k}": f"{prefix}{k}" for k, _ in instead.named_parameters()}
+    elif step.action in ("shift", "scale"):
         known = (beta, next(iter(norm.buffers()), None), torch.empty(0))
         like: Any = owner.weight if owner is not None else next(t for t in known if t is not None)
-        value = torch.full((1,), step.scale or 1.0, device=like.device, dtype=like.dtype)
-        instead = Scale(value, beta, step.channel_dim).train(norm.training)
-        instead.residual_scale.requires_grad_(owner is None or like.requires_grad)
-        suffix = "instead.residual_scale" if step.keeps else "residual_scale"
-        report.new_parameters += [
-            (f"{step.name}.{suffix}", instead.residual_scale)
-        ] * instead.residual_scale.requires_grad
+        trains = owner is None or like.requires_grad
+        scale = None
+        if step.action == "scale":
+            assert step.scale is not None
+            scale = _new(report, f"{prefix}residual_scale", step.scale, like, trains)
+        if step.scalar:
+            instead = FixupScalars(_new(report, f"{prefix}scalar_bias", 0.0, like, trains), scale)
+        elif scale is not None:
+            instead = Scale(scale, beta, step.channel_dim, step.factor)
+        else:
+            instead = Shift(beta, step.channel_dim)
+            if beta is not None:
+                report.moved_parameters[f"{step.name}.bias"] = f"{prefix}bias"
+    if instead is not None:
+        instead.train(norm.training)
     if step.keeps:
         children = dict(norm.named_children())
         become(norm, Remains(instead, {n: children[n] for n in step.keeps}))

@@ -1,9 +1,13 @@
-"""The paper's operations and nothing else: weight mean, residual scalar, shift, last BN."""
+"""The operations of the methods: weight mean, scalars, shifts, last BN; standardisation, GroupNorm, Fixup's scalars."""
 
 from mimicnorm.layers.affine import Remains, Scale, ScaledOutput, Shift, scale_output_
 from mimicnorm.layers.centring import autocast_dtype, centre, fan_in
+from mimicnorm.layers.derive import Derived
+from mimicnorm.layers.fixup import FixupLayer, FixupScalars, fixup_
+from mimicnorm.layers.group_norm import GroupNorm, group_count
 from mimicnorm.layers.last_norm import LastNorm, LastNormed, last_norm_
 from mimicnorm.layers.reweight import LINEAR_CALLS, WEIGHT_LAYERS, Reweighted, has_own_forward, plain_kind
+from mimicnorm.layers.standardise import Standardisation, Standardised, standardise_, standardised_class
 from mimicnorm.layers.weight_mean import (
     WeightMean,
     WeightMeanConv1d,
@@ -20,6 +24,10 @@ from mimicnorm.layers.weight_mean import (
 __all__ = [
     "LINEAR_CALLS",
     "WEIGHT_LAYERS",
+    "Derived",
+    "FixupLayer",
+    "FixupScalars",
+    "GroupNorm",
     "LastNorm",
     "LastNormed",
     "Remains",
@@ -27,6 +35,8 @@ __all__ = [
     "Scale",
     "ScaledOutput",
     "Shift",
+    "Standardisation",
+    "Standardised",
     "WeightMean",
     "WeightMeanConv1d",
     "WeightMeanConv2d",
@@ -39,9 +49,13 @@ __all__ = [
     "centre",
     "centre_",
     "fan_in",
+    "fixup_",
+    "group_count",
     "has_own_forward",
     "last_norm_",
     "plain_kind",
     "scale_output_",
+    "standardise_",
+    "standardised_class",
     "weight_mean_class",
 ]

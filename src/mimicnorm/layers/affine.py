@@ -37,17 +37,21 @@ class Shift(nn.Module):
 
 
 class Scale(nn.Module):
-    """``s * x + beta``: the scalar of a residual branch whose end cannot be folded into a layer."""
+    """``s * x + beta``: the scalar of a residual branch whose end cannot be folded into a layer.
 
-    def __init__(self, value: Tensor, beta: Parameter | None = None, channel_dim: int = 1):
+    With a fixed factor beside it, ``factor * s * x + beta``.
+    """
+
+    def __init__(self, value: Tensor, beta: Parameter | None = None, channel_dim: int = 1, factor: float = 1.0):
         super().__init__()
-        self.residual_scale = Parameter(value.reshape(1))
+        self.residual_scale = value if isinstance(value, Parameter) else Parameter(value.reshape(1))
         self.register_parameter("bias", beta)
-        self.channel_dim = channel_dim
+        self.channel_dim, self.factor = channel_dim, factor
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply by the scalar, add beta along the channels."""
-        y = x * self.residual_scale.to(x.dtype)
+        scale = self.residual_scale if self.factor == 1.0 else self.residual_scale * self.factor
+        y = x * scale.to(x.dtype)
         return y if self.bias is None else y + _along(self.bias, x, self.channel_dim).to(x.dtype)
 
     def extra_repr(self) -> str:

@@ -113,8 +113,7 @@ def centre(weight: Tensor, *, groups: int = 1, transposed: bool = False) -> Tens
 
 def effective_weight(weight: Tensor, scale: Tensor | None, op: Op) -> Tensor:
     """The weight the layer applies, ``scale * centre(weight)``, as a plain differentiable expression."""
-    wide = weight.float() if weight.dtype in _HALF else weight  # a mean over thousands needs the digits
-    centred = centre(wide, groups=op.groups, transposed=op.transposed)
+    centred = centre(widened(weight), groups=op.groups, transposed=op.transposed)
     return centred if scale is None else centred * scale
 
 
@@ -128,23 +127,30 @@ def weight_mean(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | 
         scale: The residual branch's scalar, shape (1,), or None.
         op: The linear map.
     """
-    dtype = autocast_dtype(x)
-    if dtype is not None and x.is_floating_point() and x.dtype != torch.float64:
-        # aten's convolution is on no autocast list, so the cast is ours; it comes first, so that
-        # the narrow tensor is the one that is saved.
-        x = x.to(dtype)
-    elif x.dtype != weight.dtype:
-        raise RuntimeError(f"input type {x.dtype} and weight type {weight.dtype} should be the same")
-    if _wants_plain_expression():
-        return _plain(x, effective_weight(weight, scale, op), bias, op)
+    x = cast_input(x, weight)
+    if wants_plain_expression():
+        return plain_call(x, effective_weight(weight, scale, op), bias, op)
     if torch.compiler.is_compiling():
         if torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad):
             # Without it the partitioner keeps the centred weight for the backward pass.
             w = checkpoint(effective_weight, weight, scale, op, use_reentrant=False, preserve_rng_state=False)
         else:
             w = effective_weight(weight, scale, op)
-        return _plain(x, w, bias, op)
+        return plain_call(x, w, bias, op)
     return _WeightMean.apply(x, weight, bias, scale, op)
+
+
+def cast_input(x: Tensor, weight: Tensor) -> Tensor:
+    """The input as autocast would have it: aten's convolution is on no autocast list, so the cast is ours.
+
+    It comes first, so that the narrow tensor is the one that is saved.
+    """
+    dtype = autocast_dtype(x)
+    if dtype is not None and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(dtype)
+    if x.dtype != weight.dtype:
+        raise RuntimeError(f"input type {x.dtype} and weight type {weight.dtype} should be the same")
+    return x
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
@@ -153,7 +159,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
-def _wants_plain_expression() -> bool:
+def wants_plain_expression() -> bool:
+    """Whether autograd functions of our own are out of place: exporting, functorch, dual numbers."""
     return (
         _is_exporting()
         or torch._C._are_functorch_transforms_active()
@@ -166,7 +173,8 @@ def _is_exporting() -> bool:
     return bool(exporting is not None and exporting())
 
 
-def _plain(x: Tensor, weight: Tensor, bias: Tensor | None, op: Op) -> Tensor:
+def plain_call(x: Tensor, weight: Tensor, bias: Tensor | None, op: Op) -> Tensor:
+    """Apply the map with weight and bias in the input's type."""
     return op(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
 
 
@@ -180,7 +188,7 @@ class _WeightMean(torch.autograd.Function):
         ctx.op, ctx.x_shape = op, x.shape
         ctx.save_for_backward(x if needs_weight or needs_scale else None, weight, scale, means)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return _plain(x, _scaled(_subtract(weight, means, op), scale), bias, op)
+        return plain_call(x, _scaled(_subtract(weight, means, op), scale), bias, op)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
@@ -206,7 +214,9 @@ class _WeightMean(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, grad_scale, None
 
 
-_HALF = (torch.float16, torch.bfloat16)
+def widened(weight: Tensor) -> Tensor:
+    """A half-precision weight in float: a mean over thousands needs the digits."""
+    return weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
 
 
 def _rows(weight: Tensor) -> Tensor:
@@ -218,7 +228,7 @@ def _rows(weight: Tensor) -> Tensor:
 
 def _means(weight: Tensor, op: Op) -> Tensor:
     """The mean of each output channel, shaped to broadcast against (the grouped view of) the weight."""
-    wide = weight.float() if weight.dtype in _HALF else weight
+    wide = widened(weight)
     if op.transposed:
         grouped = wide.unflatten(0, (op.groups, -1))
         return grouped.mean((1, *range(3, grouped.dim())), keepdim=True)

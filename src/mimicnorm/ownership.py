@@ -1,0 +1,158 @@
+"""Who is who in a recorded network: heads, gates, the owners of each BatchNorm, the last layers of branches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from mimicnorm import flow
+from mimicnorm.errors import MimicNormError
+from mimicnorm.graph import Graph, Node
+from mimicnorm.methods import Method
+from mimicnorm.ops import Kind
+from mimicnorm.steps import HeadStep, Plan, Refusal
+
+
+class Ownership:
+    """What a network's layers and BatchNorms are to each other; what refuses goes into the plan.
+
+    Attributes:
+        owned: BatchNorm -> the layer calls that own it ("post").
+        reached: BatchNorm -> the layer calls it reaches first ("pre").
+        roles: Layer -> its first call and its role.
+    """
+
+    def __init__(self, model: nn.Module, method: Method, norms: dict[str, nn.Module], left: set[str], graph: Graph):
+        self.method, self.norms, self.left, self.graph = method, norms, left, graph
+        self.modules = dict(model.named_modules())
+        self.plan = Plan(method)
+        self.gates = flow.gate_layers(graph)
+        self.head_names: set[str] = set()
+        self.owned: dict[str, list[Node]] = {}
+        self.reached: dict[str, list[Node]] = {}
+        self.roles: dict[str, tuple[Node, str]] = {}
+
+    def find(self, head: str | Sequence[str] | None) -> None:
+        """Give everything its role."""
+        self._functional_norms()
+        self._heads(head)
+        self._owners()
+        self._branch_last_layers()
+        if self.method.zeroes:
+            self._zero_heads()
+
+    def refuse(self, name: str, reason: str, remedy: str) -> None:
+        """Note why this network cannot be converted as asked."""
+        self.plan.refusals.append(Refusal(name, reason, remedy))
+
+    # -- what may stop it ----------------------------------------------------------------------
+
+    def _functional_norms(self) -> None:
+        for name in dict.fromkeys(self.graph.functional_norms):
+            self.refuse(
+                name,
+                "calls F.batch_norm on data without being a BatchNorm module, so it cannot be taken out",
+                "Use nn.BatchNorm there (in a ModuleList, not a plain list), or convert the rest without this module",
+            )
+        for name in self.graph.norm_inputs:
+            if not self.graph.calls(name) and name not in self.left:
+                self.refuse(
+                    name,
+                    "ran, but in a way that could not be followed",
+                    "Leave it out with where=, or use a plain nn.BatchNorm there",
+                )
+
+    def _heads(self, head: str | Sequence[str] | None) -> None:
+        if head is not None:
+            names = [head] if isinstance(head, str) else list(head) if isinstance(head, (list, tuple, set)) else []
+            if not names or not all(isinstance(n, str) for n in names):
+                raise MimicNormError(f"head={head!r}; use the qualified name of a module, or a list of names")
+            found = [h for n in names if (h := self._named_head(n)) is not None]
+        else:
+            found, problems = flow.logits(self.graph)
+            if not found and self.method.last_norm:
+                why = "; ".join(problems) or "the output is not a tensor that depends on the input"
+                self.refuse(
+                    "",
+                    f"no evident head for the last BN: {why}",
+                    'Name the module that makes the logits with head="...", or leave it out with last_norm=False',
+                )
+            elif problems and self.method.last_norm:
+                self.plan.notes += [f"no last norm there: {p}" for p in problems]
+        self.head_names |= {h.module for h in found}
+        if self.method.last_norm:
+            kinds = {h.module: type(self.modules[h.module]).__name__ for h in found}
+            self.plan.heads = [HeadStep(h.module, kinds[h.module], h.classes, h.dim) for h in found]
+
+    def _named_head(self, name: str) -> flow.Logits | None:
+        if name not in self.modules:
+            self.refuse(name, "head= names no module of the model", "See model.named_modules() for the names")
+            return None
+        nodes = [n for n in self.graph.nodes if n.layer == name or name in n.made_by]
+        if not nodes:
+            self.refuse(name, "head= names a module that returned no tensor in the example's forward", "Name another")
+            return None
+        made = next((n for n in nodes if n.layer == name), nodes[0])
+        inside = flow.head_layer(made)  # of a container, the layer in it that makes the logits
+        if inside is not None:
+            self.head_names.add(inside)
+        return flow.logits_at(made, name)
+
+    # -- owners --------------------------------------------------------------------------------
+
+    def _owners(self) -> None:
+        for name in self.norms:
+            calls = self.graph.calls(name)
+            if name in self.left or not calls:
+                continue
+            if any(flow.on_raw_input(call) for call in calls):
+                self.refuse(
+                    name or "(root)",
+                    "this BatchNorm normalises the model's own input: data normalisation, not a hidden layer",
+                    "Leave it out with where=lambda module, name: name != "
+                    f"{name!r}, or normalise the data and remove it",
+                )
+                continue
+            owners = [flow.owner(call) for call in calls]
+            if all(o is not None for o in owners):
+                self.owned[name] = [o for o in owners if o is not None]
+                for o in self.owned[name]:
+                    self._take(o, "gate" if o.layer in self.gates else "owner")
+            else:
+                reached = [layer for call in calls for layer in flow.reached_layers(call)]
+                keep = [r for r in reached if r.layer not in self.head_names and r.layer not in self.gates]
+                self.reached[name] = keep
+                for r in keep:
+                    self._take(r, "owner")
+
+    def _take(self, call: Node, role: str) -> None:
+        assert call.layer is not None
+        if call.layer in self.head_names:
+            self.refuse(call.layer, "is the head, yet a BatchNorm follows it", "Name the layer that makes the logits")
+        self.roles.setdefault(call.layer, (call, role))
+
+    def _zero_heads(self) -> None:
+        """Let the layers that make the logits be changed, too."""
+        for call in self.graph.nodes:
+            if call.layer in self.head_names and call.norm is None:
+                self.roles.setdefault(call.layer, (call, "head"))
+
+    def _branch_last_layers(self) -> None:
+        """The last layer of a pre-activation branch has no BatchNorm behind it, yet it ends what one began."""
+        pre = [c for name in self.reached for c in self.graph.calls(name)]
+        removed = pre + [c for name in self.owned for c in self.graph.calls(name)]
+        groups = [(s.operands, removed) for s in flow.sums(self.graph)]
+        # A concat joins whole feature maps as often as branches: there the branch must begin with a BatchNorm.
+        concats = [n for n in self.graph.nodes if n.kind is Kind.CONCAT and n.op not in ("overwrite", "stack")]
+        groups += [(n.inputs, pre) for n in concats]
+        for operands, begins in groups:
+            for operand in operands:
+                own = flow.own_path(operand, operands)
+                for last in flow.ends(operand):
+                    outside = last.layer is None or last.layer in self.head_names or last.layer in self.gates
+                    if outside or last.layer in self.roles:
+                        continue
+                    began = any(own >> c.index & 1 for c in begins)
+                    if began and any(own >> c.index & 1 and last in flow.reached_layers(c) for c in removed):
+                        self._take(last, "branch end")

@@ -1,0 +1,89 @@
+"""Residual branches: where they end, how deep they are, and the variance they lead one to expect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from mimicnorm import flow
+from mimicnorm.graph import Graph, Node
+from mimicnorm.ops import Kind
+
+
+@dataclass(frozen=True)
+class Branch:
+    """An operand of a sum that is not its skip, and that ends in a BatchNorm or layer to be changed.
+
+    Attributes:
+        ends: The calls that end it; more than one where it is the larger of several tensors.
+        layers: The weight layers on it, but those of gates.
+        beside_skip: Whether the sum has a skip at all.
+        wakes: Whether a branch that starts at zero would get a gradient: not so if a ReLU comes after its end.
+    """
+
+    ends: tuple[Node, ...]
+    layers: tuple[str, ...]
+    beside_skip: bool
+    wakes: bool
+
+
+def branches(graph: Graph, is_end: Callable[[Node], bool], gates: set[str]) -> list[Branch]:
+    """Every residual branch whose end can be changed, in execution order."""
+    found = []
+    for s in flow.sums(graph):
+        for operand in s.branches:
+            own = flow.own_path(operand, s.operands)  # an end on the common trunk ends no branch
+            ends = tuple(e for e in flow.ends(operand) if own >> e.index & 1 and is_end(e))
+            if ends:
+                calls = (n for n in graph.nodes if n.layer is not None and own >> n.index & 1)
+                layers = tuple(dict.fromkeys(n.layer for n in calls if n.layer is not None and n.layer not in gates))
+                found.append(Branch(ends, layers, s.carrier is not None, not flow.ends_flat(operand)))
+    return found
+
+
+def fixup_factors(found: Iterable[Branch], last: Callable[[Node], Iterable[str]]) -> dict[str, tuple[float, str]]:
+    """Fixup's factor on each layer's starting weights, and why: 0 at a branch's end, else L^(-1/(2m-2)).
+
+    A layer on several branches, one inside the other, goes by the innermost.
+
+    Args:
+        found: The L branches.
+        last: The layers that make what a call ends a branch with.
+    """
+    found = sorted(found, key=lambda branch: -len(branch.layers))
+    factors: dict[str, tuple[float, str]] = {}
+    for branch in found:
+        m = len(branch.layers)
+        if m > 1:
+            factor = len(found) ** (-1 / (2 * m - 2))
+            factors |= dict.fromkeys(branch.layers, (factor, f"one of {m} layers in one of {len(found)} branches"))
+    ends = (name for branch in found for end in branch.ends for name in last(end))
+    return factors | dict.fromkeys(ends, (0.0, "starts at zero: the last layer of its branch"))
+
+
+def variance(graph: Graph, ends: dict[Node, Callable[[float], float]], resets: Callable[[Node], bool]) -> dict:
+    """Predicted variance before each activation: 1 after inputs and norms; added at sums, averaged at concats.
+
+    Args:
+        graph: The network.
+        ends: The calls that end a branch, each with the variance behind its scalar, given the one before.
+        resets: Whether a call makes its output of variance 1 whatever it is given.
+    """
+    v: dict[Node, float] = {}
+    for node in graph.nodes:
+        before = [v[n] for n in node.inputs]
+        if not before or node.kind is Kind.OTHER_NORM:
+            v[node] = 1.0
+        elif (summands := flow.summands(node)) is not None:
+            v[node] = sum(v[n] for n in summands) / (len(summands) ** 2 if node.op == "mean" else 1)
+        elif node.kind is Kind.CONCAT:
+            sizes = [n.shape.numel() for n in node.inputs]
+            v[node] = sum(a * s for a, s in zip(before, sizes, strict=True)) / sum(sizes)
+        elif node.kind is Kind.PRODUCT:
+            kept = flow.carried(node)
+            v[node] = v[kept] if kept is not None else sum(before) / len(before)
+        else:
+            v[node] = 1.0 if resets(node) else before[0]
+        if node in ends:
+            v[node] = ends[node](v[node])
+    return v
