@@ -34,15 +34,13 @@ def read(
     chosen = subset(labels, limit)
     images = torch.empty((len(chosen), *shape), dtype=torch.uint8)
     filled = images.permute(0, 2, 3, 1).numpy()  # a view: what is decoded into it is in images
-    places = iter(enumerate(chosen.tolist()))
-    place, row = next(places, (0, -1))
-    start = 0
-    for file, (column, _) in zip(files, tables, strict=True):
-        encoded = column.to_pylist()
-        while start <= row < start + len(encoded):
-            _decode(file, row - start, encoded[row - start], filled[place])
-            place, row = next(places, (0, -1))
-        start += len(encoded)
+    start = place = 0
+    for file, (column, label) in zip(files, tables, strict=True):
+        rows = chosen[(chosen >= start) & (chosen < start + len(label))] - start
+        for row, encoded in zip(rows.tolist(), column.take(rows.numpy()).to_pylist(), strict=True):
+            _decode(file, row, encoded, filled[place])
+            place += 1
+        start += len(label)
     return images, labels[chosen]
 
 
@@ -60,6 +58,8 @@ def _table(file: Path, columns: Columns) -> tuple:
         table = parquet.read_table(file, columns=found)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read as Parquet: {str(error).partition(chr(10))[0]}") from error
+    if not table.num_rows:
+        raise DataError(f"{file} has no rows")
     image, label = (table.column(name).combine_chunks() for name in found)
     if pyarrow.types.is_struct(image.type) and image.type.get_field_index("bytes") >= 0:
         image = pyarrow.compute.struct_field(image, "bytes")

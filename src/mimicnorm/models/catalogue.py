@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 
@@ -82,12 +82,12 @@ def build(
     pixels, classes = image or pixels, classes if num_classes is None else num_classes
     if min(classes, in_channels, pixels) < 1:
         raise MimicNormError("num_classes, in_channels and image must be at least 1")
-    model: Any
     if name in _CONNECTED:
         model = _CONNECTED[name](num_classes=classes, features=in_channels * pixels**2, width=width)
     else:
         small = input == "cifar"
         model = _CONVOLUTIONAL[name](num_classes=classes, small=small, width=width, in_channels=in_channels)
     draw_weights(model)
-    model.default_cfg = {"input_size": (in_channels, pixels, pixels)}  # where timm's models say it, too
+    size = (in_channels, pixels, pixels)
+    model.default_cfg = {"input_size": size}  # pyrefly: ignore  # where timm's models say it, too
     return model

@@ -1,0 +1,115 @@
+"""Folders of images: the crops, the errors, the same images for any number of workers."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import zoo
+from PIL import Image
+
+from mimicnorm import data
+from mimicnorm.data.folder import centre, random_box
+from mimicnorm.errors import DataError
+
+
+@pytest.fixture
+def tree(tmp_path):
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 3), ("val", 1)):
+        for name in ("ant", "bee"):
+            folder = tmp_path / split / name
+            folder.mkdir(parents=True)
+            for i in range(count):
+                small = rng.integers(0, 256, (6, 7, 3), dtype=np.uint8)
+                Image.fromarray(small).resize((70 + 9 * i, 60)).save(folder / f"{i}.JPEG")
+    return tmp_path
+
+
+def batch(source, indices, workers=0, epoch=0, augment=True):
+    source.workers = workers
+    return torch.cat([x for x, _ in source.batches(indices, seed=3, epoch=epoch, augment=augment)])
+
+
+def test_splits_classes_and_shapes(tree):
+    train, test = data.load(f"folder:{tree}"), data.load(f"folder:{tree}", "test")
+    assert (len(train), len(test), train.classes, train.shape, train.input) == (6, 2, 2, (3, 224, 224), "imagenet")
+    images, labels = next(test.batches([torch.tensor([1, 0])], seed=0, epoch=0, augment=False))
+    assert images.shape == (2, 3, 224, 224)
+    assert labels.tolist() == [1, 0]
+    assert data.load(f"folder:{tree}", limit=4).labels.tolist() == [0, 0, 1, 1]
+    assert len(data.load("imagenet", data_dir=tree)) == 6
+
+
+def test_images_depend_on_seed_epoch_and_index_alone(tree):
+    source = data.load(f"folder:{tree}")
+    whole = batch(source, [torch.arange(6)])
+    assert torch.equal(batch(source, [torch.tensor([4, 1]), torch.tensor([5])], workers=2), whole[[4, 1, 5]])
+    assert not torch.equal(batch(source, [torch.arange(6)], epoch=1), whole)
+
+
+def test_validation_is_resize_and_centre_crop(tree):
+    transforms = zoo.torchvision().transforms
+    theirs = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224), transforms.PILToTensor()])
+    source = data.load(f"folder:{tree}", "test")
+    mine = batch(source, [torch.arange(2)], augment=False)
+    mean, std = (torch.tensor(v).view(3, 1, 1) for v in (source.mean, source.std))
+    for file, image in zip(source.files, mine, strict=True):
+        expected = theirs(Image.open(file)).float()
+        assert ((image * std + mean) * 255 - expected).abs().mean() < 1.0  # of 255: one resampling, not two roundings
+
+
+def test_crops_are_distributed_as_torchvisions():
+    g = torch.Generator().manual_seed(0)
+    areas = []
+    for drawn in torch.rand(3000, 41, generator=g, dtype=torch.float64).tolist():
+        left, top, right, bottom = random_box((500, 375), 0.08, drawn)
+        assert 0 <= left < right <= 500
+        assert 0 <= top < bottom <= 375
+        assert 0.74 < (right - left) / (bottom - top) < 1.35
+        areas.append((right - left) * (bottom - top) / (500 * 375))
+    assert 0.075 < min(areas) < 0.1
+    crop, image = zoo.torchvision().transforms.RandomResizedCrop, torch.empty(3, 375, 500)
+    theirs = [crop.get_params(image, [0.08, 1.0], [3 / 4, 4 / 3])[2:] for _ in range(3000)]
+    expected = torch.tensor([h * w / (500 * 375) for h, w in theirs])
+    got = torch.tensor(areas)
+    for level in (0.1, 0.5, 0.9):
+        assert got.quantile(level).item() == pytest.approx(expected.quantile(level).item(), abs=0.03)
+    assert random_box((1000, 10), 0.9, [0.5] * 41) == pytest.approx((493.33, 0, 506.67, 10), abs=0.01)
+    assert centre((256, 512)) == (16, 144, 240, 368)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_image_that_does_not_decode_is_named(tree, workers):
+    broken = tree / "train" / "bee" / "1.JPEG"
+    broken.write_bytes(broken.read_bytes()[:300])
+    with pytest.raises(DataError, match=f"image 4, {broken}: it does not decode") as caught:
+        batch(data.load(f"folder:{tree}"), [torch.tensor([0]), torch.tensor([4])], workers=workers)
+    assert "\n" not in str(caught.value)
+
+
+def test_grey_and_transparent_images_become_rgb(tree):
+    Image.new("L", (30, 30), 128).save(tree / "val" / "ant" / "0.png")
+    Image.new("RGBA", (30, 30), (255, 0, 0, 128)).save(tree / "val" / "bee" / "1.png")
+    assert batch(data.load(f"folder:{tree}", "test"), [torch.arange(4)], augment=False).shape[1] == 3
+
+
+def test_what_is_out_of_place_is_named(tree):
+    for path, says in (
+        ("train/notes.txt", "outside the class folders"),
+        ("train/ant/labels.csv", "is no image by its ending"),
+    ):
+        (tree / path).write_text("x")
+        with pytest.raises(DataError, match=f"{path}.*{says}"):
+            data.load(f"folder:{tree}")
+        (tree / path).unlink()
+    (tree / "train" / ".hidden").write_text("x")  # what systems leave behind
+    assert len(data.load(f"folder:{tree}")) == 6
+    (tree / "val" / "cow").mkdir()
+    with pytest.raises(DataError, match="val/cow' is a class that the training folder does not have"):
+        data.load(f"folder:{tree}", "test")
+    (tree / "train" / "cow").mkdir()
+    with pytest.raises(DataError, match="train/cow' is empty"):
+        data.load(f"folder:{tree}")
+    with pytest.raises(DataError, match="has no folder train of class folders"):
+        data.load(f"folder:{tree / 'train'}")

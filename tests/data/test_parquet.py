@@ -1,0 +1,108 @@
+"""Broken files: each an error with file and row, nothing skipped."""
+
+from __future__ import annotations
+
+import io
+
+import numpy as np
+import parquet_files
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from mimicnorm import data
+from mimicnorm.errors import DataError
+
+GOOD = parquet_files.pictures(3)
+
+
+def load(folder, **settings):
+    return data.load("cifar100", data_dir=folder, **settings)
+
+
+def fails(folder, says: str) -> None:
+    with pytest.raises(DataError, match=says) as caught:
+        load(folder)
+    assert str(folder / "train.parquet") in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def jpeg_of(pixels: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "JPEG")
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("cell", "says"),
+    [
+        (b"no image at all", "row 1: the image does not decode"),
+        (parquet_files.encoded(GOOD[0])[:900], "row 1: the image does not decode"),
+        (b"", "row 1: the image does not decode"),
+        (None, "row 1: the image is missing"),
+        (parquet_files.pictures(1, (32, 31, 3))[0], r"row 1: the image is 32 x 31 x 3 .*must be 32 x 32 x 3"),
+        (parquet_files.pictures(1, (32, 32))[0], "row 1: the image is 32 x 32 x 1"),
+        (parquet_files.pictures(1, (32, 32, 4))[0], "row 1: the image is 32 x 32 x 4"),
+    ],
+)
+def test_an_image_that_is_wrong(tmp_path, cell, says):
+    parquet_files.write(tmp_path / "train.parquet", [GOOD[0], cell, GOOD[2]], [0, 1, 2])
+    fails(tmp_path, says)
+
+
+def test_the_row_is_that_of_the_file_that_holds_it(tmp_path):
+    parquet_files.write(tmp_path / "train-0.parquet", GOOD, [0, 1, 2])
+    second = parquet_files.write(tmp_path / "train-1.parquet", [GOOD[0], b"?"], [0, 1])
+    with pytest.raises(DataError, match=f"{second}, row 1: "):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(("label", "says"), [(100, "row 2: the label is 100"), (-1, "is -1"), (None, "is missing")])
+def test_a_label_out_of_range(tmp_path, label, says):
+    parquet_files.write(tmp_path / "train.parquet", GOOD, [0, 99, label])
+    fails(tmp_path, says)
+
+
+def test_wrong_columns(tmp_path):
+    parquet_files.write(tmp_path / "train.parquet", GOOD, [0, 1, 2], image="picture")
+    fails(tmp_path, "has no column img or image: it has picture, fine_label, coarse_label")
+    parquet_files.write(tmp_path / "train.parquet", GOOD, [0, 1, 2], label="class")
+    fails(tmp_path, "has no column fine_label or label")
+    parquet_files.write(tmp_path / "train.parquet", GOOD, ["0", "1", "2"])
+    fails(tmp_path, "fine_label must hold integers, not string")
+    pq.write_table(pa.table({"img": [1.0], "fine_label": [1]}), tmp_path / "train.parquet")
+    fails(tmp_path, "img must hold encoded images")
+
+
+def test_files_that_are_no_parquet(tmp_path):
+    whole = parquet_files.write(tmp_path / "train.parquet", GOOD, [0, 1, 2]).read_bytes()
+    for content in (b"", b"something else", whole[: len(whole) // 2], whole[:-9]):
+        (tmp_path / "train.parquet").write_bytes(content)
+        fails(tmp_path, "cannot be read as Parquet")
+    damaged = bytearray(whole)
+    damaged[40:400] = bytes(360)
+    (tmp_path / "train.parquet").write_bytes(damaged)
+    fails(tmp_path, "cannot be read as Parquet|does not decode|the label is")
+
+
+def test_an_empty_file(tmp_path):
+    parquet_files.write(tmp_path / "train.parquet", [], pa.array([], pa.int64()))
+    fails(tmp_path, "has no rows")
+
+
+def test_plain_bytes_other_names_and_other_formats_are_read(tmp_path):
+    cells = [parquet_files.encoded(GOOD[0]), jpeg_of(GOOD[1])]
+    pq.write_table(pa.table({"image": cells, "label": pa.array([5, 6], pa.int8())}), tmp_path / "train.parquet")
+    source = load(tmp_path)
+    assert source.labels.tolist() == [5, 6]
+    assert np.array_equal(source.images[0].permute(1, 2, 0).numpy(), GOOD[0])
+
+
+def test_only_what_a_limit_takes_is_decoded(tmp_path):
+    pictures = parquet_files.pictures(40)
+    parquet_files.write(tmp_path / "train.parquet", pictures, [i % 4 for i in range(40)])
+    some = load(tmp_path, limit=8)
+    assert some.labels.bincount().tolist() == [2] * 4
+    held = {p.transpose(2, 0, 1).tobytes(): i % 4 for i, p in enumerate(pictures)}
+    assert [held[x.numpy().tobytes()] for x in some.images] == some.labels.tolist()
