@@ -8,13 +8,15 @@ from typing import Annotated, Any
 
 import tyro
 
+from mimicnorm.cli.compare import Compare
 from mimicnorm.cli.convert import Convert
 from mimicnorm.cli.memory import Memory
 from mimicnorm.cli.theory import Theory
 from mimicnorm.cli.train import Train
 
 Command = (
-    Annotated[Convert, tyro.conf.subcommand("convert")]
+    Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Convert, tyro.conf.subcommand("convert")]
     | Annotated[Memory, tyro.conf.subcommand("memory")]
     | Annotated[Theory, tyro.conf.subcommand("theory")]
     | Annotated[Train, tyro.conf.subcommand("train")]

@@ -48,17 +48,22 @@ class Options:
         print(f"{result.status} at step {result.step}{top1}: {out}")
 
 
-def _as_flags() -> type:
-    """``Options`` with one flag per field of a recipe, so that none is written twice; what is not given stays."""
+def with_recipe_flags(options: type, name: str, without: tuple[str, ...] = ()) -> Any:
+    """Options with one flag per field of a recipe, so that none is written twice; what is not given stays."""
     types = get_type_hints(Recipe)
     body: Any = ast.parse(inspect.getsource(Recipe)).body[0]
     texts = {a.target.id: t.value.value for a, t in zip(body.body, body.body[1:], strict=False) if _field(a)}
     flags: list[Any] = []
     for f in dataclasses.fields(Recipe):
+        if f.name in without:
+            continue
+        if types[f.name] is bool:  # the same in all recipes, so that --compile and --no-compile can be flags
+            flags.append((f.name, Annotated[bool, tyro.conf.arg(help=texts[f.name])], f.default))
+            continue
         described = Annotated[types[f.name] | None, tyro.conf.arg(help=f"{texts[f.name]} The recipe's if not given.")]
         flags.append((f.name, described, None))
-    made = dataclasses.make_dataclass("Train", flags, bases=(Options,))
-    made.__doc__ = Options.__doc__
+    made = dataclasses.make_dataclass(name, flags, bases=(options,))
+    made.__doc__ = options.__doc__
     return made
 
 
@@ -66,4 +71,4 @@ def _field(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.AnnAssign)
 
 
-Train: Any = _as_flags()
+Train: Any = with_recipe_flags(Options, "Train")

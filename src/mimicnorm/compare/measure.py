@@ -1,0 +1,92 @@
+"""What a method does to a network, before any training: the plan, its memory, its time per step."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mimicnorm import memory
+from mimicnorm.compare.job import Contestant, Job
+from mimicnorm.compare.timing import interleaved, summary
+from mimicnorm.data import Source
+from mimicnorm.errors import MemoryPredictionError, RefusedError
+from mimicnorm.methods import BatchNorm
+from mimicnorm.planning import plan
+from mimicnorm.training.build import network
+from mimicnorm.training.processes import Processes
+from mimicnorm.training.step import DTYPES, Trainer
+
+
+def applied(job: Job, source: Source) -> dict[str, dict[str, Any]]:
+    """Apply every method to the network, so that what cannot be done is known before anything is trained.
+
+    Returns, by label, the plan as data and the number of parameters.
+
+    Raises:
+        RefusedError: One line for each method that the network cannot take.
+    """
+    bare = network(dataclasses.replace(job.recipe, method="batchnorm", settings=(), seed=0), source)
+    example = first_images(source, 2)
+    done, refused = {}, []
+    for contestant in job.contestants:
+        try:
+            converted = network(job.run_recipe(contestant), source)
+        except RefusedError as error:
+            reasons = "; ".join(str(r) for r in error.refusals) or str(error)
+            refused.append(f"{contestant.label} cannot be applied to {job.recipe.model}: {reasons}")
+            continue
+        conversion = getattr(converted, "_mimicnorm", None)
+        planned = plan(bare, conversion.method if conversion else BatchNorm(), example=example, init=job.recipe.init)
+        done[contestant.label] = {
+            "parameters": sum(p.numel() for p in converted.parameters()),
+            "plan": {
+                "method": planned.as_dict()["method"],
+                "init": planned.init,
+                "rows": [list(row) for row in planned.rows()],
+                "summary": str(planned).rpartition("\n\n")[2].splitlines(),
+            },
+        }
+    if refused:
+        raise RefusedError("\n".join((*refused, "Nothing was trained: take it out of --methods.")))
+    return done
+
+
+def memory_of(job: Job, contestant: Contestant, source: Source) -> dict[str, Any]:
+    """Bytes kept for the backward pass per image, and the predicted peak of a whole step at the recipe's batch."""
+    try:
+        found = memory.measure(
+            network(job.run_recipe(contestant), source),
+            (job.recipe.batch, *source.shape),
+            optimizer="sgd-momentum" if job.recipe.momentum else "sgd",
+            autocast=DTYPES.get(job.recipe.precision),
+        )
+    except MemoryPredictionError as error:
+        return {"why_not": str(error)}
+    return {"saved_bytes_per_image": found.saved_bytes_per_sample, "peak_bytes": found.peak_bytes}
+
+
+def times(job: Job, source: Source, processes: Processes) -> dict[str, dict[str, Any]]:
+    """Time per training step of every method on the same batch, interleaved; ratios are to the first method."""
+    images, labels = (t.to(processes.device) for t in batch(source, job.recipe.batch))
+
+    def step_of(contestant: Contestant) -> Any:
+        recipe = dataclasses.replace(job.run_recipe(contestant), lr=1e-9)  # the weights stay: no step is special
+        trainer = Trainer(recipe, network(recipe, source), processes, steps_per_epoch=1)
+        return lambda: trainer.step(images, labels, 0)[0].item()  # reading the loss waits for the device
+
+    steps = {contestant.label: step_of(contestant) for contestant in job.contestants}
+    return summary(interleaved(steps, rounds=job.rounds), job.contestants[0].label)
+
+
+def first_images(source: Source, count: int) -> Tensor:
+    """The first images of a source as they are."""
+    return batch(source, count)[0]
+
+
+def batch(source: Source, count: int) -> tuple[Tensor, Tensor]:
+    """The first images of a source and their labels."""
+    few = torch.arange(min(count, len(source)))
+    return next(iter(source.batches([few], seed=0, epoch=0, augment=False)))

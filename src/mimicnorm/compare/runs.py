@@ -1,0 +1,85 @@
+"""The training runs of a comparison, one after the other or several at once."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mimicnorm.compare.job import Contestant, Job
+from mimicnorm.data import Source
+from mimicnorm.training.folder import Result
+from mimicnorm.training.loop import train
+from mimicnorm.training.recipes import Recipe
+
+Finished = tuple[Contestant, int, Result]
+
+
+def folder_of(contestant: Contestant, seed: int) -> str:
+    """The name of a run's folder."""
+    return f"{contestant.label}-seed{seed}"
+
+
+def trained(
+    job: Job,
+    out: Path,
+    sources: tuple[Source, Source],
+    data_dir: str | Path | None,
+    device: str,
+    jobs: int,
+    say: Callable[..., None],
+) -> Iterator[Finished]:
+    """Train, or read, every run; the last one is "interrupted" if Ctrl-C or SIGTERM came."""
+    runs = job.runs()
+    if jobs > 1 and len(runs) > 1:
+        yield from _at_once(job, out, data_dir, device, jobs, say)
+        return
+    for number, (contestant, seed) in enumerate(runs, 1):
+        say(f"[{number}/{len(runs)}] {contestant.label}, seed {seed}", flush=True)
+        folder = out / folder_of(contestant, seed)
+        recipe = job.run_recipe(contestant, seed)
+        result = train(recipe, folder, sources=sources, progress=say is print, device=device)
+        yield contestant, seed, result
+        if result.status == "interrupted":
+            return
+
+
+def _at_once(
+    job: Job, out: Path, data_dir: str | Path | None, device: str, jobs: int, say: Callable[..., None]
+) -> Iterator[Finished]:
+    """A process of one thread per run: on few cores that is faster than one process with all threads.
+
+    Ctrl-C reaches every process: each finishes its step and saves.
+    """
+    runs = job.runs()
+    threads = max(1, torch.get_num_threads() // jobs)
+    start = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(jobs, start, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+        waiting = {
+            pool.submit(_train, job.run_recipe(c, seed), out / folder_of(c, seed), data_dir, device): (c, seed)
+            for c, seed in runs
+        }
+        try:
+            for number, done in enumerate(as_completed(waiting), 1):
+                contestant, seed = waiting[done]
+                result = done.result()
+                if result.status != "interrupted":
+                    say(f"[{number}/{len(runs)}] {contestant.label}, seed {seed}: {_outcome(result)}", flush=True)
+                yield contestant, seed, result
+        except KeyboardInterrupt:
+            say("stopping: every run finishes its step and saves", flush=True)
+            yield runs[0][0], runs[0][1], Result("interrupted", 0, [], 2)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _train(recipe: Recipe, folder: Path, data_dir: Any, device: str) -> Result:
+    return train(recipe, folder, data_dir=data_dir, progress=False, device=device)
+
+
+def _outcome(result: Result) -> str:
+    return f"diverged at step {result.step}" if result.status == "diverged" else f"{result.top1:.2%}"
