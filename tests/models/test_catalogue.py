@@ -46,8 +46,9 @@ def _same_output(mine: nn.Module, theirs: nn.Module, image: int = 64) -> None:
 def test_imagenet_versions_compute_what_torchvisions_do(name):
     theirs = zoo.torchvision().models.get_model(TWINS[name], weights=None, num_classes=10)
     _randomise_statistics(theirs)
-    mine = models.build(name, num_classes=10)
-    mine.load_state_dict(theirs.state_dict())
+    with torch.device("meta"):
+        mine = models.build(name, num_classes=10)
+    mine.load_state_dict(theirs.state_dict(), assign=True)
     _same_output(mine, theirs)
 
 
@@ -122,10 +123,11 @@ def test_every_network_converts_and_trains(name, input, width):
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in net.parameters())
 
 
-@pytest.mark.parametrize("name", ["resnet10", "resnet18", "mlp10", "shufflenetv2_x0_5"])
-def test_digits_fit_the_small_networks(name):
-    net = models.build(name, num_classes=10, input="cifar", width=0.25, in_channels=1, image=8)
-    assert net(torch.randn(4, 1, 8, 8)).shape == (4, 10)
+@pytest.mark.parametrize("image", [8, 28])
+@pytest.mark.parametrize("name", ["resnet10", "vgg16", "squeezenet", "mlp10", "shufflenetv2_x0_5"])
+def test_digits_and_mnist_fit_the_cifar_stems(name, image):
+    net = models.build(name, num_classes=10, input="cifar", width=0.25, in_channels=1, image=image)
+    assert net(torch.randn(4, 1, image, image)).shape == (4, 10)
 
 
 @pytest.mark.parametrize("width", [0.1, 0.33, 0.5, 1.7])

@@ -17,6 +17,13 @@ def test_figures_take_samples_from_a_file(tmp_path):
     assert out.read_bytes().startswith(b"\x89PNG")
 
 
+def test_figures_take_samples_from_a_data_set(tmp_path):
+    pytest.importorskip("matplotlib")
+    out = tmp_path / "c.png"
+    Figure("correlations", out=str(out), inputs="digits").run()
+    assert out.read_bytes().startswith(b"\x89PNG")
+
+
 def test_mistakes_are_named(tmp_path):
     broken, pickled = tmp_path / "broken.npy", tmp_path / "pickled.npy"
     broken.write_bytes(b"no array")

@@ -31,7 +31,7 @@ class Folder(Source):
 
     files: list[Path] = field(repr=False)
     labels: Tensor = field(repr=False)
-    workers: int = field(default_factory=lambda: min(8, len(os.sched_getaffinity(0))))
+    workers: int = field(default_factory=lambda: min(8, _cores()))
 
     @classmethod
     def open(cls, path: Path, split: str, *, limit: int | None, augment: Augment, size: int = 224) -> Folder:
@@ -70,6 +70,10 @@ class Folder(Source):
             if isinstance(decoded, DataError):
                 raise decoded
             yield self.normalise(decoded.to(device, non_blocking=True)), self.labels[chosen].to(device)
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -50,7 +50,7 @@ class SqueezeNet(nn.Module):
         ]
         for item in LAYOUTS[layout].split():
             if item == "M":
-                layers.append(nn.MaxPool2d(2) if small else nn.MaxPool2d(3, 2, ceil_mode=True))
+                layers.append(nn.MaxPool2d(2 if small else 3, 2, ceil_mode=True))
                 continue
             squeeze = int(item.removesuffix("+"))
             expand = scaled(4 * squeeze, width)

@@ -19,7 +19,7 @@ class VGG(nn.Module):
                 o = scaled(base, width)
                 layers += [nn.Conv2d(channels, o, 3, padding=1), nn.BatchNorm2d(o), nn.ReLU(inplace=True)]
                 channels = o
-            layers.append(nn.MaxPool2d(2))
+            layers.append(nn.MaxPool2d(2, ceil_mode=small))  # the same at 32 px, and 28 or 8 px keep a pixel
         self.features = nn.Sequential(*layers)
         side, hidden = 1 if small else 7, scaled(4096, width)
         self.avgpool = nn.AdaptiveAvgPool2d(side)
