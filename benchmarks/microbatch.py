@@ -31,7 +31,7 @@ import exactness
 import torch
 import torch.nn.functional as F
 from exactness import NETWORKS, accumulate, resnet18
-from provenance import RESULTS, ROOT, Rows, provenance, save
+from provenance import RESULTS, ROOT, Rows, provenance, save, zoo
 from torch import Tensor, nn
 from whole_and_parts import SavedBytes, dict_loss
 
@@ -134,14 +134,17 @@ def training(steps: int = 50, batch: int = 64, micro_batch: int = 4, lr: float =
 
 def memory(batch: int = 64, side: int = 64) -> dict:
     rows = []
-    for name, make in NETWORKS.items():
+    dense: dict[str, tuple[Callable, int]] = {
+        "segmentation": (dict_loss, 4),
+        "LR-ASPP MobileNetV3": (lambda out, t: F.cross_entropy(out["out"], t), 21),
+    }
+    for name, make in {**NETWORKS, "LR-ASPP MobileNetV3": lraspp}.items():
         torch.manual_seed(0)
         net = make()
         mn.convert_(net, mn.MimicNorm(), example=(2, 3, side, side), init="theory")
-        segments = name == "segmentation"
         x = torch.randn(batch, 3, side, side)
-        y = torch.randint(4, (batch, side, side)) if segments else torch.randint(10, (batch,))
-        loss_fn = dict_loss if segments else F.cross_entropy
+        loss_fn, classes = dense.get(name, (F.cross_entropy, 10))
+        y = torch.randint(classes, (batch, side, side) if name in dense else (batch,))
         row: dict = {"network": name, "batch": batch, "pixels": side}
         ways: dict[str, dict | None] = {
             "whole": None,
@@ -163,6 +166,12 @@ def memory(batch: int = 64, side: int = 64) -> dict:
         rows.append(row)
         print(row)
     return {"peak_saved_for_backward": rows}
+
+
+def lraspp() -> nn.Module:
+    """A segmentation network of the usual proportions."""
+    make = zoo.torchvision().models.segmentation.lraspp_mobilenet_v3_large
+    return make(weights=None, weights_backbone=None, num_classes=21)
 
 
 def logits_bytes(net: nn.Module, x: Tensor) -> int:

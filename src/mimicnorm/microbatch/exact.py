@@ -368,7 +368,7 @@ def _second_pass(
             found = roots(i, run.call(run.model, piece), replay)
             if found:
                 with full_precision(run.device):
-                    torch.autograd.backward(*zip(*found, strict=True))
+                    torch.autograd.backward([t for t, _ in found], [g for _, g in found])
         replays.append(replay)
     end.restore()
     with ranks.all_or_none(run.device, "The gradients are wrong here, too: clear them"):
