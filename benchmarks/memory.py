@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import json
 import resource
 import statistics
 import sys
@@ -25,7 +24,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from provenance import RESULTS, ROOT, provenance, save
+from provenance import ROOT, Rows, provenance, save
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
@@ -53,21 +52,15 @@ def build(name: str, **settings) -> nn.Module:
     return getattr(zoo.torchvision().models, name)(**settings)
 
 
-def on_file(name: str) -> list[dict]:
-    """The rows of an earlier run: an interrupted one goes on where it was; delete the file to start afresh."""
-    path = RESULTS / f"{name}.json"
-    return json.loads(path.read_text())["rows"] if path.exists() else []
-
-
 # -- ratios ------------------------------------------------------------------------------------
 
 
 def ratios() -> None:
     batch, image = 8, 224
+    rows = Rows("memory-ratios", "network", "setting", batch=batch, image=image)
     for name in FIVE:
         for setting in ("eager", "bf16 autocast", "compile"):
-            rows = on_file("memory-ratios")
-            if any((row["network"], row["setting"]) == (name, setting) for row in rows):
+            if (name, setting) in rows:
                 continue
             model = build(name)
             if setting == "compile":
@@ -82,9 +75,7 @@ def ratios() -> None:
                 "mimicnorm_over_batchnorm": saved["mimicnorm"] / saved["batchnorm"],
                 "mimicnorm_over_nonorm": saved["mimicnorm"] / saved["nonorm"],
             }
-            print(row, flush=True)
-            rows.append(row)
-            save("memory-ratios", provenance(batch=batch, image=image) | {"rows": rows})
+            rows.add(row)
 
 
 # -- peak --------------------------------------------------------------------------------------
@@ -141,12 +132,12 @@ def build_or_convert(name: str, image: int) -> nn.Module:
 
 
 def prediction() -> None:
+    rows = Rows("memory-prediction", "network", "batch", "optimizer")
     for name, image in TEN.items():
         model = build_or_convert(name, image)
         for optimizer in ("sgd-momentum", "adamw"):
             for batch in (8, 16, 32):
-                known = {(row["network"], row["batch"], row["optimizer"]) for row in on_file("memory-prediction")}
-                if (name, batch, optimizer) in known:
+                if (name, batch, optimizer) in rows:
                     continue
                 shape = (batch, 3, image, image)
                 predicted = memory.measure(model, shape, optimizer=optimizer).peak_bytes
@@ -163,10 +154,8 @@ def prediction() -> None:
                     "error": predicted / real.all_bytes - 1,
                     "error_without_convolution_workspaces": predicted / real.tensor_bytes - 1,
                 }
-                print(row, flush=True)
-                rows = [*on_file("memory-prediction"), row]
-                worst = {key: max((row[key] for row in rows), key=abs) for key in row if key.startswith("error")}
-                save("memory-prediction", provenance() | {"worst": worst, "rows": rows})
+                errors = (key for key in row if key.startswith("error"))
+                rows.add(row, worst={key: max((r[key] for r in (*rows.rows, row)), key=abs) for key in errors})
                 gc.collect()
 
 
@@ -263,10 +252,8 @@ def group_norm() -> nn.Module:
     return ModuleValidator.fix(build("resnet50"))
 
 
-UNTIMED = "MimicNorm, torch.compile"  # compiling a second ResNet-50 for real takes minutes
-
-
 def alternatives() -> None:
+    """All of it in one run; the compiled networks are compiled for real, which takes minutes."""
     batch, image, rounds = 4, 224, 5
     makers: dict[str, Callable[[], nn.Module]] = {
         "BatchNorm": lambda: build("resnet50"),
@@ -274,11 +261,11 @@ def alternatives() -> None:
         "GroupNorm (opacus fixer)": group_norm,
         "normalizer-free (timm nf_resnet50)": lambda: build("timm:nf_resnet50"),
         "BatchNorm, checkpointed blocks": lambda: checkpointed(build("resnet50")),
-        "BatchNorm, torch.compile": lambda: _compiled(build("resnet50")),
-        UNTIMED: lambda: _compiled(convert(build("resnet50"), MimicNorm(), example=(2, 3, image, image), init=None)),
+        "BatchNorm, torch.compile": lambda: _compiled(makers["BatchNorm"]()),
+        "MimicNorm, torch.compile": lambda: _compiled(makers["MimicNorm"]()),
     }
     networks = {name: make() for name, make in makers.items()}
-    rows = {}
+    rows: dict[str, dict] = {}
     for name, network in networks.items():
         small, large = (memory.measure(network, (count, 3, image, image)) for count in (batch, 256))
         rows[name] = {
@@ -286,19 +273,17 @@ def alternatives() -> None:
             "predicted_peak_gib_at_batch_256": large.peak_bytes / 2**30,
             "predicted_peak_mib": small.peak_bytes / MIB,
         }
-        if "compile" not in name:
-            rows[name]["profiled_peak_mib"] = (
-                profiled_peak(makers[name], (batch, 3, image, image), "sgd-momentum").all_bytes / MIB
-            )
         print(name, rows[name], flush=True)
-    timed = {name: network for name, network in networks.items() if name != UNTIMED}
-    seconds = _interleaved_seconds(timed, (batch, 3, image, image), rounds)
-    for name in timed:
-        rows[name]["seconds_per_step"] = seconds[name]
-        rows[name]["median_seconds_over_batchnorm"] = statistics.median(
-            mine / baseline for mine, baseline in zip(seconds[name], seconds["BatchNorm"], strict=True)
-        )
-        print(name, rows[name]["median_seconds_over_batchnorm"], flush=True)
+    seconds = _interleaved_seconds(networks, (batch, 3, image, image), rounds)
+    for name, make in makers.items():
+        ratios = [mine / baseline for mine, baseline in zip(seconds[name], seconds["BatchNorm"], strict=True)]
+        real = profiled_peak(make, (batch, 3, image, image), "sgd-momentum")
+        rows[name] |= {
+            "profiled_peak_mib": real.all_bytes / MIB,
+            "seconds_per_step": seconds[name],
+            "median_seconds_over_batchnorm": statistics.median(ratios),
+        }
+        print(name, rows[name], flush=True)
     settings = {"network": "resnet50", "batch": batch, "image": image, "rounds": rounds, "optimizer": "sgd-momentum"}
     save("memory-alternatives", provenance(**settings, threads=torch.get_num_threads()) | {"rows": rows})
 
