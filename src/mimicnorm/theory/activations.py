@@ -60,11 +60,7 @@ _REGISTRY: dict[str, tuple[Callable[..., Tensor], dict[str, float], tuple[float,
     "softplus": (_softplus, {"beta": 1.0}, ()),
     "softsign": (lambda x: x / (1 + x.abs()), {}, (0.0,)),
     "erf": (torch.erf, {}, ()),
-    "hardtanh": (
-        lambda x, lo, hi: x.clamp(lo, hi),
-        {"min_val": -1.0, "max_val": 1.0},
-        None,
-    ),
+    "hardtanh": (lambda x, lo, hi: x.clamp(lo, hi), {"min_val": -1.0, "max_val": 1.0}, None),
 }
 
 # torch module classes whose name, in lower case, is not the activation's; parameters keep their names

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -93,8 +94,12 @@ def propagate(
         >>> [layer.kind for layer in signal.layers]
         ['Linear', 'ReLU']
     """
+    if not isinstance(model, nn.Module):
+        raise TheoryError(f"model must be an nn.Module, not {type(model).__name__}.")
     args, kwargs = (x if isinstance(x, tuple) else ()), (x if isinstance(x, dict) else {})
     args = (x,) if not args and not kwargs else args
+    if any(isinstance(a, Tensor) and a.numel() == 0 for a in (*args, *kwargs.values())):
+        raise TheoryError("the batch is empty: there is nothing to measure.")
     rng = torch.Generator().manual_seed(seed)
     layers: list[LayerSignal] = []
     names = {module: name for name, module in model.named_modules()}
@@ -123,13 +128,29 @@ def propagate(
             for handle in handles:
                 handle.remove()
         scalar = _random_projection(output, rng) if loss is None else loss(output)
+        if not isinstance(scalar, Tensor) or scalar.numel() != 1:
+            raise TheoryError("loss must map the model's output to one number, as a tensor.")
         wanted = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.requires_grad]
         wanted = wanted or [p for p in model.parameters() if p.requires_grad]
         if wanted and scalar.requires_grad:
-            torch.autograd.grad(scalar, wanted, allow_unused=True)
+            with _reentrant_checkpoints_named():
+                torch.autograd.grad(scalar, wanted, allow_unused=True)
     if not layers:
         raise TheoryError("no leaf module put out a tensor: is the network written in plain functions?")
     return Signal(tuple(layers))
+
+
+@contextmanager
+def _reentrant_checkpoints_named() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise TheoryError(
+            "the model uses reentrant activation checkpoints, which hide the layers inside from gradient hooks: "
+            "call checkpoint(..., use_reentrant=False), or turn checkpointing off for this measurement."
+        ) from error
 
 
 def _leaves(module: nn.Module) -> Iterator[nn.Module]:

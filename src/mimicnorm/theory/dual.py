@@ -19,9 +19,9 @@ from torch import Tensor
 from .activations import Activation, resolve
 from .errors import TheoryError
 from .quadrature import CPU, legendre, normal_nodes
+from .series import hermite, low_order, sum_series
 
 MAX_PAIRS = 1_500  # of double quadratures in one call: about a minute
-_SERIES_TERMS = 400
 _TABLE_DEGREE = 160
 _PIECES = 4096
 _SMALL = 0.03  # below this correlation a few Hermite terms are exact to rounding, kinks or not
@@ -157,7 +157,7 @@ def pair_moments(
     if not (equal and rho.numel() > _PIECES):
         c1, c2 = hermite(activation, q1), hermite(activation, q2)
         if c1 is not None and c2 is not None:
-            return sum_series(c1, c2, rho, torch.sqrt(q1 * q2), centred)
+            return sum_series(c1 * c2, rho, torch.sqrt(q1 * q2), centred)
     if equal:
         value, slope = _from_table(activation, float(q1), rho)
     else:
@@ -169,7 +169,7 @@ def pair_moments(
     if not centred:
         return value, slope
     covariance = value - mean_at(activation, q1) * mean_at(activation, q2)
-    few = _low_order(activation, q1) * _low_order(activation, q2)
+    few = low_order(activation, q1) * low_order(activation, q2)
     series = (few * rho.clamp(-_SMALL, _SMALL)[..., None] ** torch.arange(1, few.shape[-1] + 1)).sum(-1)
     return torch.where(rho.abs() < _SMALL, series, covariance), slope
 
@@ -179,7 +179,7 @@ def require_few_pairs(activation: Activation, pairs: int, layers: int = 1) -> No
     if pairs * layers > MAX_PAIRS:
         raise TheoryError(
             f"{activation.name!r} has no closed form, and {pairs} pairs of unequal variance in {layers} layer(s) "
-            f"would each need a double quadrature of 10 to 100 ms (limit {MAX_PAIRS}, about a minute). Give all "
+            f"would each need a double quadrature of 5 to 50 ms (limit {MAX_PAIRS}, about a minute). Give all "
             "inputs one norm, which needs none, or use fewer points."
         )
 
@@ -215,74 +215,6 @@ def _closed_form(
     return None
 
 
-def hermite(activation: Activation, q: Tensor) -> Tensor | None:
-    """Return coefficients of phi(sqrt(q) z) in normalised Hermite polynomials, shape (*q.shape, terms).
-
-    None when the series of the dual's derivative is not exact to 1e-12 at rho = 1 (kinks, large variances).
-    """
-    if activation.kinks or float(q.max()) > 50:
-        return None
-    if q.numel() == 1:
-        found = _hermite_at(activation, float(q))
-    else:
-        found = _hermite_of(activation, q.flatten().to(CPU))
-    return None if found is None else found.reshape(*q.shape, -1).to(q.device)
-
-
-@lru_cache(maxsize=256)
-def _hermite_at(activation: Activation, q: float) -> Tensor | None:
-    return _hermite_of(activation, torch.tensor([q], dtype=torch.float64, device=CPU))
-
-
-def _hermite_of(activation: Activation, q: Tensor) -> Tensor | None:
-    z, w = normal_nodes((), math.sqrt(float(q.max())))
-    x = torch.sqrt(q)[:, None] * z
-    a = activation(x).detach() * w @ _polynomials(z, _SERIES_TERMS).T
-    slope = activation.derivative(x) ** 2 @ w
-    order = torch.arange(_SERIES_TERMS, dtype=torch.float64, device=CPU)
-    if bool(((order * a**2).sum(1) / q - slope).abs().max() > 1e-12 * slope.max()):
-        return None
-    return a
-
-
-def _polynomials(z: Tensor, terms: int) -> Tensor:
-    found = [torch.ones_like(z), z]
-    for k in range(1, terms - 1):
-        found.append((z * found[k] - math.sqrt(k) * found[k - 1]) / math.sqrt(k + 1))
-    return torch.stack(found)
-
-
-def _low_order(activation: Activation, q: Tensor) -> Tensor:
-    """Return the Hermite coefficients 1 to 11 of phi(sqrt(q) z), also of kinked functions."""
-    values, where = torch.unique(q, return_inverse=True)
-    return torch.stack([_low_order_at(activation, v) for v in values.tolist()]).to(q.device)[where]
-
-
-@lru_cache(maxsize=4096)
-def _low_order_at(activation: Activation, q: float) -> Tensor:
-    z, w = normal_nodes(activation.kinks, math.sqrt(q))
-    return _polynomials(z, 12)[1:] @ (w * activation(math.sqrt(q) * z).detach())
-
-
-def sum_series(c1: Tensor, c2: Tensor, rho: Tensor, scale: Tensor, centred: bool = False) -> tuple[Tensor, Tensor]:
-    """Return sum_k c1_k c2_k rho^k, from k = 1 if centred, and its derivative by the covariance scale * rho."""
-    # drop the terms that cannot matter at the largest |rho| present
-    order = torch.arange(c1.shape[-1], dtype=torch.float64, device=rho.device)
-    size = (c1.abs().flatten(0, -2).amax(0) * c2.abs().flatten(0, -2).amax(0)) if c1.dim() > 1 else (c1 * c2).abs()
-    size = order * size * rho.abs().max() ** order
-    terms = max(2, int((size.flip(0).cumsum(0).flip(0) > 1e-17 * size.sum()).sum()) + 1)
-    if rho.numel() * terms < 2**16:  # few values: all powers at once are faster than a loop over terms
-        products, order = (c1 * c2)[..., :terms], order[:terms]
-        powers = rho[..., None] ** order
-        value = (products * powers)[..., int(centred) :].sum(-1)
-        return value, (products[..., 1:] * order[1:] * powers[..., :-1]).sum(-1) / scale
-    value, slope = torch.zeros_like(rho), torch.zeros_like(rho)
-    for k in reversed(range(min(terms, len(order)))):  # Horner, with its derivative alongside
-        slope = slope * rho + value
-        value = value * rho if centred and k == 0 else value * rho + c1[..., k] * c2[..., k]
-    return value, slope / scale
-
-
 def _from_table(activation: Activation, q: float, rho: Tensor) -> tuple[Tensor, Tensor]:
     position = torch.acos(rho) * (_PIECES / math.pi)
     piece = position.long().clamp_(max=_PIECES - 1)
@@ -305,7 +237,7 @@ def _table(activation: Activation, q: float) -> tuple[Tensor, Tensor]:
     q_ = torch.tensor(q, dtype=torch.float64, device=CPU)
     series = hermite(activation, q_)
     if series is not None:
-        samples = torch.stack(sum_series(series, series, torch.from_numpy(rhos), q_), 1).numpy()
+        samples = torch.stack(sum_series(series**2, torch.from_numpy(rhos), q_), 1).numpy()
     else:
         samples = np.array([_double_quadrature(activation, q, q, float(r)) for r in rhos])
     chebyshev = np.polynomial.chebyshev
@@ -313,10 +245,7 @@ def _table(activation: Activation, q: float) -> tuple[Tensor, Tensor]:
     ends = np.linspace(-1, 1, _PIECES + 1)
     cubics = []
     for column in fit.T:
-        y, d = (
-            chebyshev.chebval(ends, column),
-            chebyshev.chebval(ends, chebyshev.chebder(column)) * 2 / _PIECES,
-        )
+        y, d = (chebyshev.chebval(ends, column), chebyshev.chebval(ends, chebyshev.chebder(column)) * 2 / _PIECES)
         rise = np.diff(y)
         rows = [y[:-1], d[:-1], 3 * rise - 2 * d[:-1] - d[1:], d[:-1] + d[1:] - 2 * rise]
         cubics.append(torch.from_numpy(np.stack(rows)))

@@ -48,6 +48,11 @@ def empirical_ntk(
         raise TheoryError(f"unknown mode {mode!r}: use 'per_sample' or 'batch'.")
     if outputs not in ("mean", "full"):
         raise TheoryError(f"unknown outputs {outputs!r}: use 'mean' (m, m2) or 'full' (m, outputs, m2, outputs).")
+    if not isinstance(model, nn.Module):
+        raise TheoryError(f"model must be an nn.Module, not {type(model).__name__}; its parameters make the kernel.")
+    for side in (x, x2):
+        if side is not None and (not isinstance(side, Tensor) or side.dim() == 0 or len(side) == 0):
+            raise TheoryError("inputs must be tensors of at least one sample, (m, ...).")
     parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise TheoryError("the model has no trainable parameter, so its tangent kernel is zero.")

@@ -130,6 +130,7 @@ def transitions(inputs: Tensor | None = None, seed: int = 0) -> Figure:
 def correlations(inputs: Tensor | None = None, seed: int = 0) -> Figure:
     """Draw the correlations of 200 pairs over 30 layers of width 300, with their band (appendix B.1)."""
     x = _samples(inputs, 400, seed)
+    half = len(x) // 2
     figure, axes = canvas(1, 3, 10, 3.3)
     band = 1.96 * correlation_band(300)
     for axis, kind in zip(axes, COLOURS, strict=True):
@@ -137,8 +138,8 @@ def correlations(inputs: Tensor | None = None, seed: int = 0) -> Figure:
         net = FiniteNetwork(x.shape[1], 300, 30, t, outputs=300, seed=seed, last_norm=True)
         cosine = torch.nn.functional.cosine_similarity
         with torch.no_grad():
-            # under BatchNorm the pairs run in one batch of 400
-            paths = torch.stack([cosine(h[:200], h[200:]) for h in net.hidden(x)])
+            # under BatchNorm all pairs run in one batch
+            paths = torch.stack([cosine(h[:half], h[half : 2 * half]) for h in net.hidden(x)])
         layers = range(1, 31)
         axis.plot(layers, paths, color=COLOURS[kind], lw=0.4, alpha=0.35)
         axis.plot(layers, t.iterate(paths[0].mean(), 29), color="black", lw=1.5, label="infinite width")
@@ -176,12 +177,7 @@ def ntk(inputs: Tensor | None = None, seed: int = 0) -> Figure:
         words = f"measured, batch {batch}" if kind == "batch_norm" else "measured"
         at = [5, 10, 15, 20, 25, 30]
         axes[1].plot(
-            at,
-            [growth ** (i - 1) for i in at],
-            mark,
-            ms=4,
-            color=COLOURS[kind],
-            label=f"{LABELS[kind]}, {words}",
+            at, [growth ** (i - 1) for i in at], mark, ms=4, color=COLOURS[kind], label=f"{LABELS[kind]}, {words}"
         )
     axes[2].plot(layers, [0.5 ** (i - 1) for i in layers], color="0.6", lw=0.8, label="1/2 per layer")
     axes[0].set(title=f"condition number, {len(x)} points", xlabel="weight layers", yscale="log", ylim=(0.7, 5e5))
@@ -217,10 +213,7 @@ def residual(inputs: Tensor | None = None, seed: int = 0) -> Figure:
         axes[0].plot(range(blocks + 1), theory, color=colour, label=label, lw=wide, alpha=0.5 if wide > 2 else 1)
         axes[0].plot(range(blocks + 1), measured, "o", ms=3.5, color=colour)
     axes[0].set(
-        yscale="log",
-        xlabel="residual block",
-        ylabel="variance",
-        title="lines: theory; dots: one net, width 256",
+        yscale="log", xlabel="residual block", ylabel="variance", title="lines: theory; dots: one net, width 256"
     )
     axes[0].legend(frameon=False, fontsize=8)
     return figure

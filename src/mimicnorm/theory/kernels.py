@@ -14,27 +14,22 @@ have the same NNGP kernel and another NTK.
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from .dual import (
-    has_closed_form,
-    hermite,
-    leaky_slope,
-    mean_at,
-    pair_moments,
-    power_at,
-    require_continuous,
-    require_few_pairs,
-    sum_series,
-)
+from .dual import has_closed_form, leaky_slope, mean_at, pair_moments, power_at, require_continuous, require_few_pairs
 from .errors import TheoryError
+from .surface import surface
 from .transition import Transition, check_depth
 
+MANY = 1000  # pairs times layers from which an interpolant pays
 Scales = str | float | Sequence[float]
 
 
@@ -77,6 +72,12 @@ class _State:
     layers: int  # transitions to come in all
     layer: int = 1  # weight layers so far
 
+    @property
+    def pairs(self) -> int:
+        """The pairs to compute."""
+        m, m2 = self.k.shape
+        return m * (m + 1) // 2 if self.same else m * m2
+
     def blocks(self, slow: bool) -> Iterator[tuple[slice, slice]]:
         """Yield row and column ranges small enough for the processor's cache; slow: no pair twice."""
         height = 1 if slow else max(1, 2**15 // len(self.q2))
@@ -109,11 +110,8 @@ def kernels(
         >>> kernels(x, 3, Transition("weight_mean")).ntk.diagonal().round(decimals=4)[0]
         tensor(4.6189, dtype=torch.float64)
     """
-    depth = check_depth(depth)
-    state = _start(x, x2, first_w2, first_b2, depth - 1)
-    for _ in range(depth - 1):
-        state = _layer(state, transition)
-    return _finish(state)
+    states = _states(x, x2, transition, first_w2, first_b2, check_depth(depth) - 1)
+    return _finish(deque(states, maxlen=1)[0])
 
 
 def layerwise(
@@ -125,13 +123,16 @@ def layerwise(
     first_w2: float = 1.0,
     first_b2: float = 0.0,
 ) -> Iterator[Kernels]:
-    """Yield the kernels after layer 1, 2, ..., depth; arguments as for `kernels`."""
-    depth = check_depth(depth)
-    state = _start(x, x2, first_w2, first_b2, depth - 1)
-    yield _finish(state)
-    for _ in range(depth - 1):
-        state = _layer(state, transition)
-        yield _finish(state)
+    """Return an iterator over the kernels after layer 1, 2, ..., depth; arguments as for `kernels`."""
+    return map(_finish, _states(x, x2, transition, first_w2, first_b2, check_depth(depth) - 1))
+
+
+def _states(
+    x: Tensor | Gram, x2: Tensor | None, transition: Transition, first_w2: float, first_b2: float, layers: int
+) -> Iterator[_State]:
+    """Check the arguments now, and run the layers as they are asked for."""
+    start = _start(x, x2, transition, first_w2, first_b2, layers)
+    return accumulate(range(layers), lambda state, _: _layer(state, transition), initial=start)
 
 
 def residual_kernels(
@@ -170,7 +171,7 @@ def residual_kernels(
     """
     blocks, layers_per_block = check_depth(blocks), check_depth(layers_per_block)
     scales = block_scales(scale, blocks)
-    state = _start(x, x2, first_w2, first_b2, blocks * layers_per_block + readout)
+    state = _start(x, x2, transition, first_w2, first_b2, blocks * layers_per_block + readout)
     for s in scales:
         branch = state
         for _ in range(layers_per_block):
@@ -192,11 +193,12 @@ def block_scales(scale: Scales, blocks: int) -> list[float]:
         if scale not in rules:
             raise TheoryError(f"unknown scale {scale!r}: use 'sqrt', 'linear', 'none', a number or a list.")
         return [(block + 1) ** rules[scale] for block in range(blocks)]
-    if isinstance(scale, (int, float)):
-        return [float(scale)] * blocks
-    if len(scale) != blocks:
-        raise TheoryError(f"{len(scale)} scales were given for {blocks} blocks; pass one per block.")
-    return [float(s) for s in scale]
+    scales = [scale] * blocks if isinstance(scale, (int, float)) else list(scale)
+    if len(scales) != blocks:
+        raise TheoryError(f"{len(scales)} scales were given for {blocks} blocks; pass one per block.")
+    if not all(isinstance(s, (int, float)) and math.isfinite(s) for s in scales):
+        raise TheoryError(f"branch scalars must be finite numbers, not {scale!r}.")
+    return [float(s) for s in scales]
 
 
 def _inputs(x: Tensor, name: str) -> Tensor:
@@ -206,7 +208,12 @@ def _inputs(x: Tensor, name: str) -> Tensor:
     return x.detach().flatten(1).to(torch.float64)
 
 
-def _start(x: Tensor | Gram, x2: Tensor | None, first_w2: float, first_b2: float, layers: int) -> _State:
+def _start(
+    x: Tensor | Gram, x2: Tensor | None, transition: Transition, first_w2: float, first_b2: float, layers: int
+) -> _State:
+    if not isinstance(transition, Transition):
+        raise TheoryError(f"transition must be a Transition, such as Transition('weight_mean'), not {transition!r}.")
+    require_continuous(transition.activation)
     if not (first_w2 > 0 and first_b2 >= 0):
         raise TheoryError(f"first_w2 = {first_w2} must be positive and first_b2 = {first_b2} at least 0.")
     if isinstance(x, Gram):
@@ -218,8 +225,8 @@ def _start(x: Tensor | Gram, x2: Tensor | None, first_w2: float, first_b2: float
         _require_finite("kernel", cross)
         if same and (cross.dim() != 2 or cross.shape[0] != cross.shape[1] or not torch.allclose(cross, cross.T)):
             raise TheoryError(f"Gram of shape {tuple(cross.shape)} is not symmetric: give its rows and columns.")
-        q1 = cross.diagonal() if x.rows is None else x.rows.to(torch.float64)
-        q2 = q1 if x.columns is None else x.columns.to(torch.float64)
+        q1 = cross.diagonal() if x.rows is None else torch.as_tensor(x.rows).to(torch.float64)
+        q2 = q1 if x.columns is None else torch.as_tensor(x.columns).to(torch.float64)
         if cross.shape != (len(q1), len(q2)):
             raise TheoryError(f"Gram of shape {tuple(cross.shape)} with {len(q1)} rows and {len(q2)} columns.")
     else:
@@ -266,40 +273,37 @@ def _one_thread() -> Iterator[None]:
 
 @_one_thread()
 def _layer(state: _State, t: Transition) -> _State:
-    if not isinstance(t, Transition):
-        raise TheoryError(f"transition must be a Transition, such as Transition('weight_mean'), not {t!r}.")
-    require_continuous(t.activation)
     phi, w2, bias = t.activation, t.effective_w2, t.sigma_b2
     q = state.q1[0]
     equal = bool(((state.q1 - q).abs() <= 1e-14 * q).all() & ((state.q2 - q).abs() <= 1e-14 * q).all())
     power1, power2 = (_each(lambda q: power_at(phi, q, t.centred)[0], side, equal) for side in (state.q1, state.q2))
+    mean1, mean2 = (_each(lambda q: mean_at(phi, q), side, equal) for side in (state.q1, state.q2))
     shift1, shift2 = torch.zeros_like(state.q1), torch.zeros_like(state.q2)
     if t.kind == "batch_norm":
         # E[(phi - c)(phi' - c)] with the channel mean c over x, whose pairs are taken as uncorrelated
-        mean1, mean2 = (_each(lambda q: mean_at(phi, q), side, equal) for side in (state.q1, state.q2))
         shift1, shift2 = mean1 - mean1.mean(), mean2 - mean1.mean()
         w2, bias = 1 / float((power1 + shift1**2).mean()), 0.0
     # x and c x stay collinear where the layer is homogeneous; elsewhere only equal inputs stay equal
     homogeneous = leaky_slope(phi) is not None and bias == 0 and t.kind != "batch_norm"
     one = state.collinear if homogeneous else state.identical
-    left_series, right_series = (None if equal else hermite(phi, side) for side in (state.q1, state.q2))
-    slow = not equal and not has_closed_form(phi) and (left_series is None or right_series is None)
-    if slow:
-        m, m2 = state.k.shape
-        require_few_pairs(phi, m * (m + 1) // 2 if state.same else m * m2, state.layers)
+    table, slow = None, not equal and not has_closed_form(phi)
+    if slow and state.pairs * state.layers > MANY and (table := surface(phi, torch.cat([state.q1, state.q2]))):
+        left_weights, right_weights = table.weights(state.q1), table.weights(state.q2)
+    elif slow and phi.kinks:
+        require_few_pairs(phi, state.pairs, state.layers)
     k, theta, finite = torch.empty_like(state.k), torch.empty_like(state.theta), True
-    for rows, columns in state.blocks(slow):
+    for rows, columns in state.blocks(slow and table is None):
         left, right = state.q1[rows, None], state.q2[columns]
         rho = (state.k[rows, columns] / torch.sqrt(left * right)).clamp_(-1.0, 1.0)
         rho.masked_fill_(one[rows, columns], 1.0)
         rho = torch.where(rho.abs() > 1 - 1e-15, rho.sign(), rho)  # rounding, which arccos would make 1e-8
-        if equal:
-            value, slope = pair_moments(phi, q, q, rho, t.centred)
-        elif left_series is None or right_series is None:
-            value, slope = pair_moments(phi, left, right, rho, t.centred)
+        if table is not None:
+            value, slope = table(left_weights[rows], right_weights[columns], rho)
+            value = value * torch.sqrt(left * right)
+            if not t.centred:
+                value += mean1[rows, None] * mean2[columns]
         else:
-            both = left_series[rows, None], right_series[columns]
-            value, slope = sum_series(*both, rho, torch.sqrt(left * right), t.centred)
+            value, slope = pair_moments(phi, *((q, q) if equal else (left, right)), rho, t.centred)
         if t.kind == "batch_norm":
             value = value + shift1[rows, None] * shift2[columns]
         block = w2 * value + bias

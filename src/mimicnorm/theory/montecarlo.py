@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .activations import resolve
-from .dual import dual
+from .dual import check_correlation, dual
 from .empirical import empirical_ntk
 from .errors import TheoryError
 from .kernels import Scales, kernels, residual_kernels
@@ -45,19 +45,31 @@ class Estimate:
 
 
 def _estimate(statement: str, draw: Callable[[int], float], predicted: float, count: int, seed: int) -> Estimate:
-    if count < 2:
-        raise TheoryError(f"count must be at least 2 for a standard error, not {count}.")
+    _at_least(2, count, "count must be at least 2 for a standard error")
     values = torch.tensor([draw(seed + i) for i in range(count)], dtype=torch.float64)
-    error = float(values.std() / math.sqrt(count))
-    return Estimate(statement, float(values.mean()), error, predicted, count, seed)
+    return Estimate(statement, float(values.mean()), float(values.std()) / math.sqrt(count), predicted, count, seed)
+
+
+def _at_least(least: int, number: int, wish: str) -> None:
+    if not isinstance(number, int) or number < least:
+        raise TheoryError(f"{wish}, not {number!r}.")
+
+
+def _normal(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
+    rng = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, dtype=torch.float64, generator=rng) for shape in shapes]
 
 
 def correlated_pair(n: int, rho: float, seed: int, batch: int | None = None) -> tuple[Tensor, Tensor]:
     """Draw u, v of n independent standard normal pairs with correlation rho (the paper's Omega_n(rho))."""
-    rng = torch.Generator().manual_seed(seed)
-    shape = (n,) if batch is None else (batch, n)
-    u, z = (torch.randn(shape, dtype=torch.float64, generator=rng) for _ in range(2))
-    return u, rho * u + math.sqrt(1 - rho**2) * z
+    u, z = _normal(seed, *[(n,) if batch is None else (batch, n)] * 2)
+    return u, rho * u + math.sqrt(1 - float(check_correlation(rho)) ** 2) * z
+
+
+def _pair_inputs(rho: float) -> Tensor:
+    """Return two inputs whose first-layer kernel is exactly ((1, rho), (rho, 1))."""
+    rho = float(check_correlation(rho))
+    return torch.tensor([[1.0, 0.0], [rho, math.sqrt(1 - rho**2)]], dtype=torch.float64) * math.sqrt(2)
 
 
 def dual_activation(activation: Any = "relu", rho: float = 0.5, *, count: int = 100, seed: int = 0) -> Estimate:
@@ -77,12 +89,10 @@ def lemma1(n: int = 64, rho: float = 0.5, activation: Any = "relu", *, count: in
     The factor is (n_i - 1)/n_i, n_i the fan-in; the appendix prints n_o.
     """
     phi, n_out = resolve(activation), 32
-    if n < 2:
-        raise TheoryError(f"n is a fan-in to be centred: it must be at least 2, not {n}.")
+    _at_least(2, n, "n is a fan-in to be centred: it must be an integer of at least 2")
 
     def draw(s: int) -> float:
-        rng = torch.Generator().manual_seed(s)
-        w = torch.randn(n_out, n, dtype=torch.float64, generator=rng)
+        (w,) = _normal(s, (n_out, n))
         w = w - w.mean(1, keepdim=True)
         u, v = correlated_pair(n, rho, s + 10**6, batch=64)
         return float(((phi(u) @ w.T) * (phi(v) @ w.T)).sum(1).mean()) / (n_out * (n - 1))
@@ -92,13 +102,7 @@ def lemma1(n: int = 64, rho: float = 0.5, activation: Any = "relu", *, count: in
 
 
 def theorem1(
-    kind: str = "weight_mean",
-    points: int = 8,
-    depth: int = 10,
-    width: int = 256,
-    *,
-    count: int = 8,
-    seed: int = 0,
+    kind: str = "weight_mean", points: int = 8, depth: int = 10, width: int = 256, *, count: int = 8, seed: int = 0
 ) -> Estimate:
     """Measure the condition number of the NTK of random networks on m orthogonal inputs of unit variance.
 
@@ -106,8 +110,8 @@ def theorem1(
     number is (d + (m - 1) o) / (d - o); the error is a jackknife's over networks. It tends to 1 in the
     chaotic phase and to (m + 3)/3 on the critical line (ReLU) as depth grows.
     """
-    if points < 2:
-        raise TheoryError(f"a condition number needs at least two points, not {points}.")
+    _at_least(2, points, "a condition number needs at least two points")
+    _at_least(2, count, "count must be at least 2 for a standard error")
     transition = Transition(kind)
     x = torch.eye(points, dtype=torch.float64) * math.sqrt(points)
     nets = [FiniteNetwork(points, width, depth, transition, seed=seed + i, outputs=4) for i in range(count)]
@@ -126,22 +130,14 @@ def theorem1(
 
 
 def theorem2(
-    n: int = 64,
-    rho: float = 0.5,
-    activation: Any = "relu",
-    *,
-    count: int = 40,
-    batch: int = 4000,
-    seed: int = 0,
+    n: int = 64, rho: float = 0.5, activation: Any = "relu", *, count: int = 40, batch: int = 4000, seed: int = 0
 ) -> Estimate:
     """Measure the BatchNorm transition of one random layer of fan-in n; W cancels, so any width will do."""
     transition = Transition("batch_norm", activation)
 
     def draw(s: int) -> float:
-        rng = torch.Generator().manual_seed(s)
-        w = torch.randn(32, n, dtype=torch.float64, generator=rng)
-        u, v = correlated_pair(n, rho, s + 10**6, batch=batch)
-        h = torch.cat([transition.activation(u), transition.activation(v)]) @ w.T
+        (w,) = _normal(s, (32, n))
+        h = transition.activation(torch.cat(correlated_pair(n, rho, s + 10**6, batch=batch))) @ w.T
         a, b = ((h - h.mean(0)) / h.std(0)).split(batch)
         return float((a * b).mean())
 
@@ -150,7 +146,7 @@ def theorem2(
 
 
 def theorem3(
-    kind: str = "weight_mean",
+    kind: str | Transition = "weight_mean",
     rho: float = 0.5,
     depth: int = 1,
     activation: Any = "relu",
@@ -161,21 +157,17 @@ def theorem3(
 ) -> Estimate:
     """Measure the kernel of a pair after `depth` stably initialised layers: T applied depth times.
 
-    The kernel, not the correlation, whose expectation is biased at finite width.
+    The kernel, not the correlation, whose expectation is biased at finite width. `kind` may be a whole
+    `Transition`, of any weights and biases.
     """
-    transition = Transition(kind, activation)
+    t, x = kind if isinstance(kind, Transition) else Transition(kind, activation), _pair_inputs(rho)
 
     def draw(s: int) -> float:
-        net = FiniteNetwork(2, width, depth + 1, transition, outputs=width, seed=s)
-        # rows whose first-layer kernel is exactly ((1, rho), (rho, 1))
-        x = torch.tensor([[1.0, 0.0], [rho, math.sqrt(1 - rho**2)]], dtype=torch.float64) * math.sqrt(2)
         with torch.no_grad():
-            h = net(x)
-        return float((h[0] * h[1]).mean())
+            return float(FiniteNetwork(2, width, depth + 1, t, outputs=width, seed=s)(x).prod(0).mean())
 
-    x = torch.tensor([[1.0, 0.0], [rho, math.sqrt(1 - rho**2)]], dtype=torch.float64) * math.sqrt(2)
-    predicted = float(kernels(x, depth + 1, transition).nngp[0, 1])
-    statement = f"{kind} {transition.activation.name}, kernel of a pair, rho = {rho:g}, depth {depth}, width {width}"
+    predicted = float(kernels(x, depth + 1, t).nngp[0, 1])
+    statement = f"{t.kind} {t.activation.name}, kernel of a pair, rho = {rho:g}, depth {depth}, width {width}"
     return _estimate(statement, draw, predicted, count, seed)
 
 
@@ -190,44 +182,35 @@ def tangent_kernel(
     seed: int = 0,
 ) -> Estimate:
     """Measure the NTK of a pair of inputs on real networks against the recursion of `kernels`."""
-    x = torch.tensor([[1.0, 0.0], [rho, math.sqrt(1 - rho**2)]], dtype=torch.float64) * math.sqrt(2)
+    x = _pair_inputs(rho)
 
     def draw(s: int) -> float:
         net = FiniteNetwork(2, width, depth, transition, outputs=outputs, seed=s)
         return float(empirical_ntk(net, x[:1], x[1:]))
 
-    name = transition.activation.name
-    statement = f"NTK {transition.kind} {name}, rho = {rho:g}, depth {depth}, width {width}"
+    statement = f"NTK {transition.kind} {transition.activation.name}, rho = {rho:g}, depth {depth}, width {width}"
     return _estimate(statement, draw, float(kernels(x, depth, transition).ntk[0, 1]), count, seed)
 
 
 def gradient_growth(
-    kind: str = "weight_mean",
-    *,
-    width: int = 512,
-    depth: int = 6,
-    batch: int = 64,
-    count: int = 20,
-    seed: int = 0,
+    kind: str = "weight_mean", *, width: int = 512, depth: int = 6, batch: int = 64, count: int = 20, seed: int = 0
 ) -> Estimate:
     """Measure the backward growth per layer of the squared gradient by the pre-activations: chi1.
 
     Under BatchNorm chi1 is the limit of large batches; small ones grow faster.
     """
+    _at_least(3, depth, "growth is taken between inner layers: depth must be at least 3")
     transition = Transition(kind)
 
     def draw(s: int) -> float:
-        rng = torch.Generator().manual_seed(s + 10**6)
-        x = torch.randn(batch, 64, dtype=torch.float64, generator=rng)
+        x, cotangent = _normal(s + 10**6, (batch, 64), (batch, width))
         net = FiniteNetwork(64, width, depth, transition, outputs=width, last_norm=True, seed=s)
         hidden = list(net.hidden(x))
-        cotangent = torch.randn(batch, width, dtype=torch.float64, generator=rng)
         # not the last step: BatchNorm's backward first projects a random cotangent
         gradients = torch.autograd.grad(hidden[-1], (hidden[0], hidden[-2]), cotangent)
         return float((gradients[0].norm() / gradients[1].norm()) ** (2 / (depth - 2)))
 
-    statement = f"gradient growth per layer, {kind}, batch {batch}"
-    return _estimate(statement, draw, transition.chi1, count, seed)
+    return _estimate(f"gradient growth per layer, {kind}, batch {batch}", draw, transition.chi1, count, seed)
 
 
 def correlation_spread(
@@ -241,16 +224,13 @@ def correlation_spread(
     transition = Transition("weight_mean")
 
     def draw(s: int) -> float:
-        rng = torch.Generator().manual_seed(s + 10**6)
-        x = torch.randn(2 * pairs, 784, dtype=torch.float64, generator=rng)
-        net = FiniteNetwork(784, width, depth, transition, outputs=width, seed=s)
+        (x,) = _normal(s + 10**6, (2 * pairs, 784))
         with torch.no_grad():
-            h = net(x)
-        rho = torch.nn.functional.cosine_similarity(h[:pairs], h[pairs:])
-        return float((rho**2).mean().sqrt())
+            h = FiniteNetwork(784, width, depth, transition, outputs=width, seed=s)(x)
+        return float((torch.nn.functional.cosine_similarity(h[:pairs], h[pairs:]) ** 2).mean().sqrt())
 
-    predicted = correlation_band(width)
-    return _estimate(f"sd of the correlation at width {width}, depth {depth}", draw, predicted, count, seed)
+    statement = f"sd of the correlation at width {width}, depth {depth}"
+    return _estimate(statement, draw, correlation_band(width), count, seed)
 
 
 def correlation_band(width: int, activation: Any = "relu") -> float:
@@ -260,6 +240,7 @@ def correlation_band(width: int, activation: Any = "relu") -> float:
         >>> round(1.96 * correlation_band(300), 3)
         0.201
     """
+    _at_least(1, width, "width must be an integer of at least 1")
     a = float(Transition("weight_mean", activation).derivative(0.0))
     return math.sqrt((1 + 1 / (1 - a**2)) / width)
 
@@ -275,8 +256,7 @@ def residual_variance(
     seed: int = 0,
 ) -> Estimate:
     """Measure the variance after the residual blocks; 1/sqrt(l) gives blocks + 1, as BatchNorm does."""
-    transition = Transition(kind)
-    x = torch.randn(batch, 64, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    transition, (x,) = Transition(kind), _normal(seed, (batch, 64))
     x = x / x.norm(dim=1, keepdim=True) * 8
 
     def draw(s: int) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from .errors import TheoryError
 from .kernels import Scales, block_scales
 from .transition import Transition, check_depth
 
@@ -72,6 +73,15 @@ class FiniteNetwork(nn.Module):
         """Draw the parameters."""
         super().__init__()
         check_depth(depth)
+        if not isinstance(transition, Transition):
+            raise TheoryError(
+                f"transition must be a Transition, such as Transition('weight_mean'), not {transition!r}."
+            )
+        least = 2 if transition.kind == "weight_mean" else 1  # centring takes a lone weight to zero
+        if min(inputs, outputs) < 1 or width < least:
+            raise TheoryError(
+                f"{inputs} inputs, width {width} and {outputs} outputs make no {transition.kind} network."
+            )
         rng = torch.Generator().manual_seed(seed)
         plain = residual is None
         self.phi = transition.activation

@@ -7,6 +7,7 @@ interesting part of f occupies a sliver of the z axis.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from functools import lru_cache
 
@@ -47,9 +48,13 @@ def normal_nodes(kinks: Iterable[float] = (), scale: float = 1.0) -> tuple[Tenso
         >>> round(float((w * z.relu()).sum()), 12)  # 1 / sqrt(2 pi)
         0.398942280401
     """
-    ends = breakpoints(kinks, scale)
-    unit, weight = legendre()
+    z, width = gauss_panels(breakpoints(kinks, scale))
+    return z, width * torch.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
+
+
+def gauss_panels(ends: np.ndarray, count: int = NODES_PER_PANEL) -> tuple[Tensor, Tensor]:
+    """Return Gauss-Legendre nodes and weights on the panels between ascending ends."""
+    unit, weight = legendre(count)
     half = np.diff(ends)[:, None] / 2
-    z = (ends[:-1, None] + half + half * unit).ravel()
-    w = (half * weight).ravel() * np.exp(-(z**2) / 2) / np.sqrt(2 * np.pi)
-    return torch.tensor(z, device=CPU), torch.tensor(w, device=CPU)
+    nodes, weights = (ends[:-1, None] + half + half * unit).ravel(), (half * weight).ravel()
+    return torch.tensor(nodes, device=CPU), torch.tensor(weights, device=CPU)

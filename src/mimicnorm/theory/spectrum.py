@@ -91,6 +91,12 @@ def learning_curve(
         raise TheoryError(f"{len(y)} targets were given for a kernel of {len(k)} points.")
     if ntk_test is not None and (ntk_test.dim() != 2 or ntk_test.shape[1] != len(k)):
         raise TheoryError(f"ntk_test must be (test points, {len(k)}), not {tuple(ntk_test.shape)}.")
+    for name, given, like in (
+        ("start", start, len(k)),
+        ("start_test", start_test, 0 if ntk_test is None else len(ntk_test)),
+    ):
+        if given is not None and given.numel() != like * y.shape[1]:
+            raise TheoryError(f"{name} has shape {tuple(given.shape)}; give one value per point and output.")
     t = torch.as_tensor(times, dtype=torch.float64).reshape(-1)
     if not bool((t >= 0).all()):
         raise TheoryError("times must be at least 0.")

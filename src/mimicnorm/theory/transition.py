@@ -82,15 +82,13 @@ class Transition:
         if self.kind not in KINDS:
             raise TheoryError(f"unknown kind {self.kind!r}: use one of {', '.join(map(repr, KINDS))}.")
         object.__setattr__(self, "activation", resolve(self.activation))
-        if not (math.isfinite(self.sigma_b2) and self.sigma_b2 >= 0):
-            raise TheoryError(f"sigma_b2 is a variance: it must be finite and at least 0, not {self.sigma_b2}.")
-        if isinstance(self.sigma_w2, str):
-            if self.sigma_w2 != "stable":
-                raise TheoryError(f"sigma_w2 must be a positive number or 'stable', not {self.sigma_w2!r}.")
-            if self.sigma_b2 >= 1:
-                raise TheoryError(f"no stable sigma_w2 exists for sigma_b2 = {self.sigma_b2}: it must be below 1.")
-        elif not (isinstance(self.sigma_w2, (int, float)) and math.isfinite(self.sigma_w2) and self.sigma_w2 > 0):
+        if not (isinstance(self.sigma_b2, (int, float)) and 0 <= self.sigma_b2 < math.inf):
+            raise TheoryError(f"sigma_b2 is a variance: it must be finite and at least 0, not {self.sigma_b2!r}.")
+        number = isinstance(self.sigma_w2, (int, float)) and 0 < self.sigma_w2 < math.inf
+        if not number and self.sigma_w2 != "stable":
             raise TheoryError(f"sigma_w2 must be a positive number or 'stable', not {self.sigma_w2!r}.")
+        if not number and self.sigma_b2 >= 1:
+            raise TheoryError(f"no stable sigma_w2 exists for sigma_b2 = {self.sigma_b2}: it must be below 1.")
         if self.fan_in is not None and (not isinstance(self.fan_in, int) or self.fan_in < 2):
             raise TheoryError(f"fan_in must be an integer of at least 2, not {self.fan_in!r}.")
 
@@ -128,6 +126,8 @@ class Transition:
 
     def variance_map(self, q: float) -> float:
         """Return the variance after a layer whose input has variance q."""
+        if not 0 <= q < math.inf:
+            raise TheoryError(f"a variance q must be finite and at least 0, not {q}.")
         if self.kind == "batch_norm":
             return 1.0
         return self.effective_w2 * float(self.layer_power(_scalar(q))[0]) + self.sigma_b2
