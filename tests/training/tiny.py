@@ -2,41 +2,44 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
+import resource
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
+import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from mimicnorm.cli import main
 from mimicnorm.data import Memory
+from mimicnorm.errors import MimicNormError
 from mimicnorm.training import Recipe, checkpoint, loop
 
-# One process imports torch and the others are forked from it: importing is most of what a short run does.
-CONTEXT = mp.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "mimicnorm.training.loop", "mimicnorm.memory", "tiny"])
 TRAINING = str(Path(loop.__file__).parent)
 
 
-def net(num_classes: int = 4, in_channels: int = 3, dropout: float = 0.1) -> nn.Module:
+def net(num_classes: int = 4, in_channels: int = 3, dropout: float = 0.1, channels: int = 8) -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(in_channels, 8, 3, padding=1, bias=False),
-        nn.BatchNorm2d(8),
+        nn.Conv2d(in_channels, channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(channels),
         nn.ReLU(),
-        nn.Conv2d(8, 8, 3, padding=1, bias=False),
-        nn.BatchNorm2d(8),
+        nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+        nn.BatchNorm2d(channels),
         nn.ReLU(),
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
         nn.Dropout(dropout),
-        nn.Linear(8, num_classes),
+        nn.Linear(channels, num_classes),
     )
 
 
@@ -46,12 +49,12 @@ def dry(num_classes: int = 4, in_channels: int = 3) -> nn.Module:
 
 
 def source(samples: int, seed: int = 0) -> Memory:
-    """Images whose class is their brightest corner."""
+    """Noise in which one colour is brighter, or none is."""
     generator = torch.Generator().manual_seed(seed)
     labels = torch.arange(samples) % 4
     images = torch.randint(0, 160, (samples, 3, 6, 6), generator=generator, dtype=torch.uint8)
-    for i, label in enumerate(labels.tolist()):
-        images[i, :, 3 * (label // 2) :, 3 * (label % 2) :][:, :3, :3] += 60
+    for colour in range(3):
+        images[labels == colour, colour] += 90
     return Memory("tiny", 4, (3, 6, 6), "cifar", "standard", (0.4,) * 3, (0.2,) * 3, images, labels, 1, True)
 
 
@@ -63,8 +66,7 @@ def recipe(**changes: Any) -> Recipe:
     return Recipe(**{"model": "tiny:net", "data": "tiny", **fields, **changes})
 
 
-def train(out: Path, checkpoint_steps: int = 2, **changes: Any) -> Any:
-    torch.set_num_threads(1)
+def train(out: Path | str, checkpoint_steps: int = 2, **changes: Any) -> Any:
     options = {"sources": SOURCES, "progress": False, "checkpoint_steps": checkpoint_steps}
     return loop.train(recipe(**changes), out, **options)
 
@@ -77,22 +79,29 @@ def outcome(out: Path) -> tuple[bytes, bytes, list]:
     return (out / "weights.safetensors").read_bytes(), (out / "metrics.jsonl").read_bytes(), plain
 
 
+@functools.cache
+def _warm() -> subprocess.Popen:
+    here = str(Path(__file__).parent)
+    path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-c", "import warm; warm.serve()"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": path}, **pipes)
+    atexit.register(process.communicate)  # an end of its input ends it
+    return process
+
+
+def in_processes(*jobs: tuple) -> list[int]:
+    """The exit codes of functions of this file, each in a process of its own, at once; minus a signal that ended it."""
+    process = _warm()
+    print(json.dumps([[job[0].__name__, job[1:]] for job in jobs], default=str), file=process.stdin, flush=True)
+    return json.loads(process.stdout.readline())
+
+
 def in_a_process(job: Callable, *args: Any) -> int:
-    """The exit code of a job in a process of its own; minus the signal that ended it."""
-    process = CONTEXT.Process(target=_quietly, args=(job, *args))
-    process.start()
-    process.join(120)
-    assert process.exitcode is not None
-    return process.exitcode
+    return in_processes((job, *args))[0]
 
 
-def _quietly(job: Callable, *args: Any) -> None:
-    with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        job(*args)
-
-
-def killed_after(lines: int, out: Path) -> None:
+def killed_after(lines: int, out: str) -> None:
     """Train, and be killed when so many lines of the training code have run; exits with 0 if it ends before."""
     left = [lines]
 
@@ -108,10 +117,10 @@ def killed_after(lines: int, out: Path) -> None:
     sys.settrace(trace)
     train(out)
     sys.settrace(None)
-    (out / "lines").write_text(str(lines - left[0]))
+    Path(out, "lines").write_text(str(lines - left[0]))
 
 
-def killed_in_write(number: int, part: float, out: Path) -> None:
+def killed_in_write(number: int, part: float, out: str) -> None:
     """Train, and be killed when the numberth checkpoint is written to this part; above 1, before it is renamed."""
     count = [0]
     real_open, real_replace = open, os.replace
@@ -147,3 +156,62 @@ class _Torn:
         self.file.write(data[: int(len(data) * self.part)])
         self.file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def on_a_small_disk(out: str, limit: int) -> None:
+    """Train where no file may grow beyond a limit."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+    refused(out)
+
+
+def refused(out: str) -> None:
+    """Train; an error goes to a file beside the folder."""
+    try:
+        train(out)
+    except MimicNormError as error:
+        Path(out).with_suffix(".error").write_text(str(error)[:1000])
+        sys.exit(2)
+
+
+def signalled(number: int, at_step: int, out: str, words: tuple[str, ...] = ()) -> None:
+    """Run the command line, which gets a signal in the middle of a step."""
+    step = loop.Trainer.step
+
+    def and_signal(self: Any, images: Any, labels: Any, now: int) -> Any:
+        if now == at_step:
+            os.kill(os.getpid(), number)
+        return step(self, images, labels, now)
+
+    loop.Trainer.step = and_signal
+    sys.exit(command(out, *words))
+
+
+def command(out: str, *words: str) -> int:
+    """``mimicnorm train`` with this file's network and data."""
+    loop.load = lambda *_: SOURCES
+    r = recipe().as_dict()
+    fields = [w for k, v in r.items() for w in _flag(k, v)]
+    return main(["train", "digits-mlp10", "--out", str(out), *fields, *words])
+
+
+def _flag(name: str, value: Any) -> list[str]:
+    name = name.replace("_", "-")
+    if isinstance(value, bool):
+        return [f"--{name}" if value else f"--no-{name}"]
+    return [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}", str(value)]
+
+
+def one_of(rank: int, size: int, meeting: str, out: str, changes: dict) -> None:
+    """Train as one of several processes."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
+    result = train(out, **changes)
+    Path(f"{out}.{rank}").write_text(f"{result.status} {result.step} {result.top1}")
+    dist.destroy_process_group()
+
+
+def together(size: int, out: Path, **changes: Any) -> list[int]:
+    """The exit codes of several processes that train in one folder."""
+    meeting = out.with_suffix(".meeting")
+    meeting.unlink(missing_ok=True)
+    return in_processes(*((one_of, rank, size, meeting, out, changes) for rank in range(size)))

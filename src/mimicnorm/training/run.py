@@ -137,7 +137,7 @@ class Run:
         due = self.processes.main and time.monotonic() - self.saved > self.checkpoint_seconds
         due |= bool(self.checkpoint_steps) and self.at.step % self.checkpoint_steps == 0
         stop, due = self.processes.any(self.stopping.signal is not None, due)
-        if stop and self.at.batch or due and 0 < self.at.batch < self.trainer.steps_per_epoch:
+        if (stop and self.at.batch) or (due and 0 < self.at.batch < self.trainer.steps_per_epoch):
             self.read_counts()
             self.save()  # at the end of an epoch log_epoch does
             self.start_counting()
