@@ -1,10 +1,17 @@
 from __future__ import annotations
 
+import copy
 import dataclasses
+import pickle
 
+import invariants
+import nets
 import pytest
+import torch
+from torch import nn
 
-from mimicnorm.errors import MimicNormError, NameNotFoundError
+import mimicnorm as mn
+from mimicnorm.errors import CheckError, InitError, MimicNormError, NameNotFoundError, RefusedError
 from mimicnorm.methods import METHODS, Fixup, GroupNormWS, MimicNorm, ScaledWS, SkipInit, method
 
 
@@ -40,3 +47,96 @@ def test_branch_scale():
     assert MimicNorm(residual=None).branch_scale(4.0) is None
     assert (Fixup().branch_scale(4.0), SkipInit(alpha=0.5).branch_scale(4.0)) == (1.0, 0.5)
     assert GroupNormWS().branch_scale(4.0) is None
+
+
+OTHERS = [Fixup(), SkipInit(), GroupNormWS(), ScaledWS(), ScaledWS(skip_gain=1.0)]
+IMAGES = torch.randn(4, 3, 8, 8)
+
+
+@pytest.mark.parametrize("method", OTHERS, ids=str)
+@pytest.mark.parametrize("make", [nets.resnet, nets.preact, nets.SqueezeExcite])
+def test_other_methods_keep_what_every_conversion_keeps(method, make):
+    model = make()
+    converted = mn.convert(model, method, example=IMAGES)
+    mn.check(converted)
+    invariants.no_sample_sees_another(converted, IMAGES)
+    invariants.nothing_is_lost(model, converted)
+    invariants.every_gradient_is_finite(converted, IMAGES)
+    shapes = {k: p.shape for k, p in converted.named_parameters()}
+    report = mn.convert_(model, method, example=IMAGES)
+    assert all(shapes[name] == p.shape for name, p in report.new_parameters)
+    assert set(report.moved_parameters.values()) <= {*converted.state_dict()}
+    assert {n.name for n in report.norms} == {n for n, m in make().named_modules() if isinstance(m, nn.BatchNorm2d)}
+
+
+@pytest.mark.parametrize("method", OTHERS, ids=str)
+def test_other_methods_copy_pickle_compile_and_load(method):
+    converted = mn.convert(nets.resnet(), method, example=IMAGES)
+    with torch.no_grad():
+        for p in converted.parameters():
+            p.add_(0.1 * torch.randn_like(p))  # away from the zeros of the start
+        expected = converted(IMAGES)
+        fresh = mn.convert(nets.resnet(), method, example=IMAGES, init=None)
+        fresh.load_state_dict(converted.state_dict())
+        twins = (copy.deepcopy(converted), pickle.loads(pickle.dumps(converted)), fresh)
+        for twin in twins:
+            torch.testing.assert_close(twin(IMAGES), expected)
+    torch._dynamo.reset()
+    compiled = torch.compile(converted, backend="aot_eager", fullgraph=True)
+    grads = [torch.autograd.grad(f(IMAGES).square().sum(), [*converted.parameters()]) for f in (converted, compiled)]
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("method", OTHERS, ids=str)
+def test_other_methods_prescribe_their_start(method):
+    model = nets.resnet()
+    assert mn.plan(model, method, example=IMAGES).init == "theory"
+    with pytest.raises(RefusedError, match="nothing to calibrate"):
+        mn.convert_(model, method, example=IMAGES, init="calibrate")
+    mn.convert_(model, method, example=IMAGES)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(3.0)
+    mn.init_(model)
+    assert not any(p.any() for k, p in model.named_parameters() if k.endswith(("input_bias", "scalar_bias")))
+    assert all(bool((p == 1).all()) for k, p in model.named_parameters() if k.endswith("gain"))
+    assert model(IMAGES).isfinite().all()
+    with pytest.raises(InitError, match="nothing to calibrate"):
+        mn.init_(model, "calibrate", example=IMAGES)
+    model.blocks[0].conv1 = nets.conv(8, 8)
+    if method.weights != "keep":
+        with pytest.raises(CheckError, match=r"blocks\.0\.conv1"):
+            mn.check(model)
+
+
+@pytest.mark.parametrize("method", OTHERS, ids=str)
+def test_other_methods_leave_a_network_they_cannot_run_as_it_was(method):
+    class Reads(nets.Residual):
+        def forward(self, x):
+            return super().forward(x) + self.stem[1].running_mean.sum()
+
+    model = Reads([nets.Block(8, 8), nets.PreBlock(8)], 8)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    classes = [type(m) for m in model.modules()]
+    with pytest.raises(RefusedError, match="put back"):
+        mn.convert_(model, method, example=IMAGES)
+    assert [type(m) for m in model.modules()] == classes
+    assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
+    with pytest.raises(RefusedError, match="has no BatchNorm"):
+        mn.convert_(nn.Linear(2, 2), method, example=(2, 2))
+
+
+def test_other_methods_in_one_pass_of_microbatches_and_in_the_memory_table():
+    names = ["batchnorm", *(name for name in METHODS if name != "batchnorm")]
+    table = mn.memory.compare(nets.resnet(), (8, 3, 32, 32), names)
+    assert [*table.analyses] == names
+    assert table.saved_ratio("scaled-ws") == pytest.approx(table.saved_ratio("nonorm"), rel=0.02)
+    assert table.saved_ratio("groupnorm-ws") == pytest.approx(1.0, rel=0.05)
+    labels = torch.tensor([0, 1, 2, 3])
+    for each in OTHERS:
+        whole = mn.convert(nets.resnet(), each, example=IMAGES)
+        parts = copy.deepcopy(whole)
+        nn.functional.cross_entropy(whole(IMAGES), labels).backward()
+        mn.microbatch.backward(parts, nn.functional.cross_entropy, IMAGES, labels, micro_batch=1)
+        for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
+            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
