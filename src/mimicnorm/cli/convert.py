@@ -17,7 +17,7 @@ class Convert:
     model: Annotated[str, tyro.conf.Positional]
     """A network of this package (resnet18, vgg16, ...), timm:NAME, torchvision:NAME, or package.module:factory."""
     method: str = "mimicnorm"
-    """mimicnorm, weight-mean, last-bn, nonorm or batchnorm."""
+    """mimicnorm, weight-mean, last-bn, nonorm, batchnorm, fixup, skipinit, groupnorm-ws or scaled-ws."""
     image: int | None = None
     """Height and width of the input; the model's own default if not given."""
     batch: int = 8

@@ -27,7 +27,7 @@ class Memory:
     shape: tuple[int, ...] | None = None
     """The whole input shape, batch first, for inputs that are no square images."""
     methods: str = "batchnorm,mimicnorm,nonorm"
-    """Methods to compare, separated by commas."""
+    """Methods to compare, separated by commas: those of ``convert --method``."""
     optimizer: str = "sgd-momentum"
     """sgd-momentum, sgd, adamw, or none."""
     budget: str | None = None
