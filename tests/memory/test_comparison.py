@@ -5,7 +5,7 @@ import torch
 import zoo
 from torch import nn
 
-from mimicnorm.errors import NameNotFoundError
+from mimicnorm.errors import MemoryPredictionError, NameNotFoundError
 from mimicnorm.memory import compare, largest_batch, measure
 from mimicnorm.methods import BatchNorm, MimicNorm, NoNorm
 
@@ -68,3 +68,26 @@ def test_names_are_methods_and_the_model_is_left_alone():
     torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     with pytest.raises(NameNotFoundError, match="groupnrm"):
         compare(model, (16, 3, 32, 32), ["groupnrm"])
+
+
+class NeedsValues(nn.Module):
+    """Looks at the numbers in its forward pass."""
+
+    def __init__(self, how: str):
+        super().__init__()
+        self.how, self.net = how, small()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.how == "numpy":
+            return self.net(x * float(x.detach().numpy().std()))
+        return self.net(x if x.sum() < 1e9 else -x)
+
+
+@pytest.mark.parametrize("how", ["numpy", "branch"])
+@pytest.mark.parametrize("example", [(4, 3, 9, 9), torch.randn(4, 3, 9, 9)], ids=["shape", "data"])
+def test_models_that_need_values_are_pointed_to_real_tensors_and_compared_there(how, example):
+    with pytest.raises(MemoryPredictionError, match=r"needs values, not only shapes .*fake=False"):
+        compare(NeedsValues(how), example)
+    result = compare(NeedsValues(how), example, fake=False, budget="4 MiB")
+    assert result.saved_ratio("mimicnorm") < 0.7
+    assert result.largest_batches["mimicnorm"] > result.largest_batches["batchnorm"]

@@ -243,14 +243,15 @@ def _forward(replica: Replica, names: _Names, loss: Loss, autocast: torch.dtype 
             f"{_place(names)} runs as one fused kernel ({error}), whose workspace has no size on fake tensors: "
             f"{_ON_REAL_TENSORS}; torch.backends.mkldnn.flags(enabled=False) predicts the plain kernel of the CPU"
         ) from error
-    except _NEEDS_VALUES as error:
-        raise MemoryPredictionError(
-            f"{_place(names)} cannot run on fake tensors, because it needs values, not only shapes "
-            f"({type(error).__name__}: {error}). {_ON_REAL_TENSORS}"
-        ) from error
     except MimicNormError:
         raise
     except Exception as error:
+        left_torch = isinstance(replica.mode, FakeTensorMode) and ".numpy()" in str(error)
+        if isinstance(error, _NEEDS_VALUES) or left_torch:
+            raise MemoryPredictionError(
+                f"{_place(names)} cannot run on fake tensors, because it needs values, not only shapes "
+                f"({type(error).__name__}: {first_line(error)}). {_ON_REAL_TENSORS}"
+            ) from error
         raise ExampleError(
             f"{_place(names)} does not run on the example ({describe(replica.args, replica.kwargs)}): "
             f"{type(error).__name__}: {first_line(error)}{_hint(replica)}"
