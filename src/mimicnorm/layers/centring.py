@@ -188,7 +188,8 @@ class _WeightMean(torch.autograd.Function):
         ctx.op, ctx.x_shape = op, x.shape
         ctx.save_for_backward(x if needs_weight or needs_scale else None, weight, scale, means)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        return plain_call(x, _scaled(_subtract(weight, means, op), scale), bias, op)
+        centred = _subtract(weight, means, op)
+        return plain_call(x, centred if scale is None else centred.mul_(scale), bias, op)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
@@ -262,6 +263,8 @@ def _centre_gradient(grad: Tensor, scale: Tensor | None, op: Op, in_place: bool)
 
 
 def _inner(a: Tensor, b: Tensor) -> Tensor:
+    if a.stride() == b.stride():  # in the order of memory: flattening channels-last kernels would copy both, slowly
+        a, b = _rows(a), _rows(b)
     return torch.dot(a.reshape(-1), b.reshape(-1))
 
 
