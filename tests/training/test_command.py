@@ -1,0 +1,41 @@
+"""``mimicnorm train``."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import tiny
+
+from mimicnorm.cli import main
+
+
+def test_every_field_of_a_recipe_is_a_flag(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tiny.loop, "load", lambda *_: tiny.SOURCES)
+    words = ["--epochs", "1", "--milestones", "--settings", "residual=linear", "min_fan_in=1", "--no-channels-last"]
+    assert tiny.command(tmp_path / "run", *words) == 0
+    assert "done at step 7, top-1" in capsys.readouterr().out
+    found = json.loads((tmp_path / "run" / "recipe.json").read_text())
+    changed = {"epochs": 1, "milestones": [], "settings": ["residual=linear", "min_fan_in=1"], "channels_last": False}
+    assert found == {**tiny.recipe().as_dict(), **changed}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["digits-resnet1O"], "Near ones: digits-resnet10"),
+        (["digits-resnet10", "--batch", "0"], "batch=0: it must be at least 1"),
+        (["digits-resnet10", "--method", "mimik"], "Did you mean mimicnorm?"),
+        (["digits-resnet10", "--settings", "residual:linear"], "no NAME=VALUE"),
+        (["digits-resnet10", "--model", "resnet19"], "Near ones"),
+        (["digits-resnet10", "--data", "digit"], "Did you mean digits"),
+        (["digits-resnet10", "--batch", "5000"], "does not fit 1438 training images"),
+        (["digits-resnet10", "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
+    ],
+)
+def test_mistakes_are_one_sentence(tmp_path, capsys, words, says):
+    pytest.importorskip("sklearn")
+    assert main(["train", *words, "--out", str(tmp_path / "run")]) == 2
+    error = capsys.readouterr().err
+    assert says in error
+    assert len(error.splitlines()) == 1

@@ -1,0 +1,55 @@
+"""What a run shows: lines in a log, a bar on a terminal, nothing if asked."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+import rich.console
+import tiny
+
+from mimicnorm.errors import MimicNormError
+from mimicnorm.training import progress
+from mimicnorm.training.progress import Progress, TensorBoard
+
+EPOCH = {"epoch": 1, "train_loss": 1.0, "train_accuracy": 0.5, "test_loss": None, "top1": 0.25, "top5": 1.0}
+
+
+def told(bar: Progress) -> None:
+    bar.start(0)
+    for step in range(1, 8):
+        bar.step(step)
+    bar.loss(7, 1, 1.234, 0.5)
+    bar.epoch({**EPOCH, "images_per_second": 123.4})
+    bar.close()
+
+
+def test_plain_lines_where_there_is_no_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", -1.0)
+    told(Progress(tiny.recipe(), 7))
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("epoch 1/3  loss 1.234  accuracy 50.0%")
+    assert first.endswith("min left")
+    assert second.endswith("test loss not finite top-1 25.00% top-5 100.00%  123 images/s")
+
+
+def test_a_bar_on_a_terminal(monkeypatch):
+    terminal = io.StringIO()
+    console = rich.console.Console(file=terminal, force_terminal=True, width=160)
+    monkeypatch.setattr(rich.console, "Console", lambda: console)
+    told(Progress(tiny.recipe(), 7))
+    assert "7/21" in terminal.getvalue()
+    assert "loss 1.234" in terminal.getvalue()
+    assert "top-1 25.00%" in terminal.getvalue()
+
+
+def test_nothing_if_not_shown(capsys):
+    told(Progress(tiny.recipe(), 7, shown=False))
+    assert capsys.readouterr() == ("", "")
+
+
+def test_tensorboard_that_is_not_installed(monkeypatch, tmp_path):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(MimicNormError, match="pip install tensorboard"):
+        TensorBoard(tmp_path, 0)

@@ -1,0 +1,123 @@
+"""One step: exact in parts, in every precision, with the decay that was asked for."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import tiny
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from mimicnorm.errors import NonFiniteError
+from mimicnorm.layers import LastNormed
+from mimicnorm.training.build import network
+from mimicnorm.training.processes import Processes
+from mimicnorm.training.step import Trainer
+
+ALONE = Processes(torch.device("cpu"))
+
+
+def trainer(**changes) -> Trainer:
+    r = tiny.recipe(**{"model": "tiny:dry", "warmup_epochs": 0.0, **changes})
+    return Trainer(r, network(r, tiny.SOURCES[0]), ALONE, 7)
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    return next(tiny.SOURCES[0].batches([torch.arange(8)], seed=0, epoch=0, augment=True))
+
+
+def weights(t: Trainer) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in t.bare.parameters()])
+
+
+def test_a_step_is_that_of_plain_sgd():
+    ours = trainer()
+    model = copy.deepcopy(ours.bare)
+    images, labels = batch()
+    plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    for step in range(3):
+        loss, correct = ours.step(images, labels, step)
+        plain.zero_grad()
+        logits = model(images.to(memory_format=torch.channels_last))
+        wanted = F.cross_entropy(logits, labels)
+        wanted.backward()
+        plain.step()
+        torch.testing.assert_close(loss, wanted.detach())
+        assert int(correct) == int((logits.argmax(1) == labels).sum())
+    torch.testing.assert_close(weights(ours), torch.cat([p.detach().flatten() for p in model.parameters()]))
+
+
+@pytest.mark.parametrize("micro_batch", [1, 3, 8])
+def test_micro_batches_change_nothing(micro_batch):
+    whole, parts = trainer(), trainer(micro_batch=micro_batch)
+    for step in range(3):
+        (a, right), (b, as_right) = (t.step(*batch(), step) for t in (whole, parts))
+        torch.testing.assert_close(a, b)
+        assert int(right) == int(as_right)
+    torch.testing.assert_close(weights(whole), weights(parts), rtol=1e-5, atol=1e-6)
+
+
+def test_dropout_depends_on_seed_and_step_alone():
+    one, two = trainer(model="tiny:net"), trainer(model="tiny:net")
+    torch.manual_seed(1)
+    first = one.step(*batch(), 5)[0]
+    torch.manual_seed(2)
+    assert torch.equal(first, two.step(*batch(), 5)[0])
+    assert torch.equal(weights(one), weights(two))
+
+
+def test_scalars_and_biases_are_decayed_only_if_asked():
+    both, weights_only = trainer(), trainer(decay_scalars=False)
+    assert [g["weight_decay"] for g in both.optimizer.param_groups] == [5e-4]
+    decayed, free = weights_only.optimizer.param_groups
+    assert (decayed["weight_decay"], free["weight_decay"]) == (5e-4, 0.0)
+    assert {p.dim() for p in decayed["params"]} == {2, 4}
+    assert {p.dim() for p in free["params"]} == {1}
+    assert len(decayed["params"]) + len(free["params"]) == len(list(both.bare.parameters()))
+
+
+@pytest.mark.parametrize("method", ["batchnorm", "mimicnorm", "nonorm"])
+def test_the_classifier_starts_alike_for_all_methods(method):
+    r = tiny.recipe(method=method)
+    wide = [network(tiny.recipe(method=method, seed=s), tiny.SOURCES[0])[9] for s in range(12)]
+    drawn = torch.stack([layer.weight.detach() for layer in wide])
+    assert float(drawn.std()) == pytest.approx((2 / 8) ** 0.5, rel=0.15)
+    assert not any(layer.bias.any() for layer in wide)
+    assert isinstance(wide[0], LastNormed) == (method == "mimicnorm")
+    again = network(r, tiny.SOURCES[0])
+    assert all(map(torch.equal, again.parameters(), network(r, tiny.SOURCES[0]).parameters()))
+
+
+def test_a_state_that_is_put_back_goes_on_bit_for_bit():
+    one, two = trainer(), trainer(seed=1)
+    for step in range(2):
+        one.step(*batch(), step)
+    two.restore({k: v.detach().clone() for k, v in one.tensors().items()}, one.scaler.state_dict())
+    two.recipe = one.recipe
+    for step in range(2, 4):
+        assert torch.equal(one.step(*batch(), step)[0], two.step(*batch(), step)[0])
+    assert all(map(torch.equal, one.tensors().values(), two.tensors().values()))
+
+
+@pytest.mark.parametrize("micro_batch", [0, 4])
+def test_fp16_scales_its_gradients(micro_batch):
+    half = trainer(precision="fp16", micro_batch=micro_batch)
+    assert half.scaler.is_enabled()
+    full = trainer()
+    for step in range(3):
+        a, b = half.step(*batch(), step)[0], full.step(*batch(), step)[0]
+    torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
+    torch.testing.assert_close(weights(half), weights(full), rtol=0.05, atol=0.01)
+
+
+def test_bf16():
+    assert tiny.in_a_process(tiny.in_bf16) == 0
+
+
+def test_a_loss_that_is_not_finite_in_parts():
+    broken = trainer(micro_batch=2)
+    nn.init.constant_(broken.bare[9].weight, float("nan"))
+    with pytest.raises(NonFiniteError, match="NaN logits"):
+        broken.step(*batch(), 0)
