@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
@@ -45,7 +46,8 @@ class Options:
         if result.status == "interrupted":
             raise SystemExit(128 + (result.signal or 2))
         top1 = "" if result.top1 is None else f", top-1 {result.top1:.2%}"
-        print(f"{result.status} at step {result.step}{top1}: {out}")
+        if os.environ.get("RANK", "0") == "0":  # of torchrun's processes, one speaks
+            print(f"{result.status} at step {result.step}{top1}: {out}")
 
 
 def with_recipe_flags(options: type, name: str, without: tuple[str, ...] = ()) -> Any:

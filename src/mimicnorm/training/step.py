@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from mimicnorm.training.processes import Processes
 from mimicnorm.training.recipes import Recipe
 from mimicnorm.training.schedule import learning_rate, mixed_seed
 
+_DDP = inspect.signature(DistributedDataParallel).parameters
+_SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP else "broadcast_buffers"  # by torch's version
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -34,7 +37,7 @@ class Trainer:
         wrapped = self.bare
         if processes.size > 1:  # statistics differ only in BatchNorms; evaluation takes the main process's
             ids = [processes.device] if processes.device.type == "cuda" else None
-            wrapped = DistributedDataParallel(wrapped, device_ids=ids, broadcast_buffers=False)
+            wrapped = DistributedDataParallel(wrapped, device_ids=ids, **{_SYNC_BUFFERS: False})
         self.model: Any = torch.compile(wrapped) if recipe.compile else wrapped
 
     def step(self, images: Tensor, labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
