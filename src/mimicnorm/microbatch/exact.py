@@ -11,7 +11,6 @@ Nothing is approximated: the gradient is that of the whole batch up to rounding.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,14 +19,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from mimicnorm.errors import MicroBatchError, NonFiniteError
-from mimicnorm.layers import LastNorm
+from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers.last_norm import refused, world_size
 from mimicnorm.microbatch import ranks
-from mimicnorm.microbatch.batches import MicroBatch, collect, join, split, to_device, together
-from mimicnorm.microbatch.guards import BufferGuard, heads_of, mixes_samples, require_inputs_unchanged, require_mean
+from mimicnorm.microbatch.batches import MicroBatch, collect, split, to_device, together
+from mimicnorm.microbatch.guards import (
+    BufferGuard,
+    heads_of,
+    mixes_samples,
+    require_finite,
+    require_inputs_unchanged,
+    require_mean,
+)
 from mimicnorm.microbatch.heads import Call, Capture, Feed, Replay, WholeBatch, is_inexact, require_same, standing_in
-from mimicnorm.microbatch.replay import RandomState, accelerators, full_precision, input_device
+from mimicnorm.microbatch.replay import RandomState, full_precision, input_device
+from mimicnorm.microbatch.run import Loss, Run, frozen
 
 Denominator = float | Tensor | Callable[[Any], float | Tensor]
 
@@ -77,8 +83,7 @@ def backward(
         The loss of the whole batch, detached; with ``return_outputs``, the pair of it and the outputs.
 
     Example:
-        >>> from mimicnorm.layers import LastNorm
-        >>> net = nn.Sequential(nn.Linear(3, 4), LastNorm(4))
+        >>>         >>> net = nn.Sequential(nn.Linear(3, 4), LastNorm(4))
         >>> x, y = torch.randn(32, 3), torch.randint(4, (32,))
         >>> loss = backward(net, nn.functional.cross_entropy, x, y, micro_batch=5)
         >>> net[0].weight.grad.shape
@@ -94,7 +99,7 @@ def backward(
             raise MicroBatchError("targets beside a loader: without micro_batch=, inputs must yield (inputs, targets)")
         pieces = collect(inputs) if micro_batch is None else split(inputs, targets, micro_batch)
         targets = together(pieces) if micro_batch is None else targets
-        run = _Run(model, inner, heads_of(inner), pieces, device)
+        run = Run(model, inner, heads_of(inner), pieces, device)
         mixing_loss = mixes_samples(loss_fn)
         if loss_in_pieces and mixing_loss:
             raise MicroBatchError("loss_in_pieces=True: this loss normalises over the batch, so it must see it whole")
@@ -111,7 +116,7 @@ def backward(
     assert run is not None
     if not total > 0:
         raise MicroBatchError(f"denominator={total}: the sum of the losses must be divided by a positive number")
-    loss = _Loss(loss_fn, targets, scaler, world_size() / total, denominator is None)
+    loss = Loss(loss_fn, targets, scaler, world_size() / total, denominator is None)
     if first is None:
         value, outputs = _one_pass(run, loss, return_outputs)
     elif loss_in_pieces:
@@ -126,80 +131,7 @@ def _value(denominator: Denominator, targets: Any) -> float | Tensor:
     return denominator(targets) if callable(denominator) else denominator
 
 
-@dataclass
-class _Run:
-    """The model and its micro-batches, each with the random state it starts from."""
-
-    model: nn.Module
-    inner: nn.Module
-    heads: dict[str, LastNorm]
-    pieces: list[MicroBatch]
-    device: torch.device | None
-    starts: list[RandomState] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.accelerators = accelerators(self.inner)
-
-    @property
-    def samples(self) -> int:
-        return sum(p.size for p in self.pieces)
-
-    def random_state(self) -> RandomState:
-        return RandomState.now(self.accelerators)
-
-    def call(self, model: nn.Module, piece: MicroBatch, detach: bool = False) -> list[Any]:
-        """The leaves of the model's output for a micro-batch; how they hang together goes to ``self.spec``."""
-        args, kwargs = to_device((piece.args, piece.kwargs), self.device)
-        if detach:
-            args, kwargs = pytree.tree_map_only(Tensor, Tensor.detach, (args, kwargs))
-        leaves, self.spec = pytree.tree_flatten(model(*args, **kwargs))
-        if not any(isinstance(t, Tensor) for t in leaves):
-            raise MicroBatchError(
-                f"the model returned a {type(leaves[0]).__name__ if leaves else 'structure'} without tensors in it; "
-                "return a tensor, or a tuple, list or dict of tensors"
-            )
-        return leaves
-
-    def output(self, leaves: list[Any]) -> Any:
-        """The model's output from its leaves, as copies: a loss may write into them."""
-        return pytree.tree_unflatten([t.clone() if isinstance(t, Tensor) else t for t in leaves], self.spec)
-
-    def joined(self, parts: list[list[Any]]) -> list[Any]:
-        """Leaves of the whole batch from those of the micro-batches."""
-        columns = zip(*parts, strict=True)
-        return [
-            join(f"output {i} of the model", list(c), self.pieces) if isinstance(c[0], Tensor) else c[0]
-            for i, c in enumerate(columns)
-        ]
-
-
-@dataclass
-class _Loss:
-    """The user's loss with its weight: a mean counts by its samples, a sum by nothing."""
-
-    loss_fn: Callable[[Any, Any], Tensor]
-    targets: Any
-    scaler: Any
-    weight: float
-    is_mean: bool
-
-    def __call__(self, outputs: Any, targets: Any, samples: int, where: str) -> tuple[Tensor, Tensor]:
-        """(the loss to differentiate, its value)."""
-        loss = self.loss_fn(outputs, targets)
-        if not isinstance(loss, Tensor) or loss.numel() != 1:
-            got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-            raise MicroBatchError(
-                f"loss_fn must return one number, a mean over samples (or a sum, with denominator=); got {got}"
-            )
-        if not loss.requires_grad:
-            raise MicroBatchError("the loss depends on nothing that requires a gradient: is this inside no_grad?")
-        if not bool(loss.isfinite()):
-            raise NonFiniteError(f"the loss is {loss.item()} for {where}")
-        loss = loss * (self.weight * samples if self.is_mean else self.weight)
-        return (loss if self.scaler is None else self.scaler.scale(loss)), loss.detach()
-
-
-def _one_pass(run: _Run, loss: _Loss, return_outputs: bool) -> tuple[Tensor, Any]:
+def _one_pass(run: Run, loss: Loss, return_outputs: bool) -> tuple[Tensor, Any]:
     """Nothing mixes samples: each micro-batch's own graph is all there is."""
     values, parts = [], []
     guard = BufferGuard(run.inner)
@@ -209,7 +141,7 @@ def _one_pass(run: _Run, loss: _Loss, return_outputs: bool) -> tuple[Tensor, Any
         with guard.before_each(run.inner, run.model):
             leaves = run.call(run.model, piece)
         guard.require_unchanged(piece)
-        _require_finite({"": leaves}, piece, added)
+        require_finite({"": leaves}, piece, added)
         if return_outputs:  # a copy: the loss may write into its arguments
             parts.append([t.detach().clone() if isinstance(t, Tensor) else t for t in leaves])
         outputs, targets = pytree.tree_unflatten(leaves, run.spec), to_device(piece.targets, run.device)
@@ -242,7 +174,7 @@ class _First:
     outputs: list[list[Any]] = field(default_factory=list)
 
 
-def _first_pass(run: _Run) -> _First:
+def _first_pass(run: Run) -> _First:
     first = _First()
     guard = BufferGuard(run.inner)
     with torch.no_grad():
@@ -268,11 +200,11 @@ def _first_pass(run: _Run) -> _First:
             )
     for i, piece in enumerate(run.pieces):
         found = {n: [t] for (n, _), t in first.logits[i].items()} if run.heads else {"": first.outputs[i]}
-        _require_finite(found, piece, "; no gradient was added")
+        require_finite(found, piece, "; no gradient was added")
     return first
 
 
-def _whole_heads(run: _Run, first: _First) -> dict[Call, WholeBatch]:
+def _whole_heads(run: Run, first: _First) -> dict[Call, WholeBatch]:
     """Normalise the logits of the whole batch; those of the micro-batches are not needed any more."""
     calls = list(first.logits[0]) if run.heads else []
     heads = {c: WholeBatch(run.heads[c[0]], [logits[c] for logits in first.logits]) for c in calls}
@@ -280,7 +212,7 @@ def _whole_heads(run: _Run, first: _First) -> dict[Call, WholeBatch]:
     return heads
 
 
-def _two_passes(run: _Run, loss: _Loss, first: _First) -> tuple[Tensor, Any]:
+def _two_passes(run: Run, loss: Loss, first: _First) -> tuple[Tensor, Any]:
     with ranks.all_or_none(run.device):
         heads = _whole_heads(run, first)
         whole = run.joined(list(_outputs(run, first, {c: h.pieces(h.normed) for c, h in heads.items()})))
@@ -310,7 +242,7 @@ def _two_passes(run: _Run, loss: _Loss, first: _First) -> tuple[Tensor, Any]:
     return value, pytree.tree_unflatten(whole, run.spec)
 
 
-def _two_passes_in_pieces(run: _Run, loss: _Loss, first: _First, return_outputs: bool) -> tuple[Tensor, Any]:
+def _two_passes_in_pieces(run: Run, loss: Loss, first: _First, return_outputs: bool) -> tuple[Tensor, Any]:
     """The same where the loss is a sum over samples: of outputs, no more than a micro-batch's are held."""
     values, parts, grads = [], [], []
 
@@ -344,7 +276,7 @@ def _two_passes_in_pieces(run: _Run, loss: _Loss, first: _First, return_outputs:
 
 
 def _second_pass(
-    run: _Run, heads: dict[Call, WholeBatch], of_logits: dict[Call, Tensor | None], roots: Callable, end: RandomState
+    run: Run, heads: dict[Call, WholeBatch], of_logits: dict[Call, Tensor | None], roots: Callable, end: RandomState
 ) -> None:
     """Run every micro-batch with a graph, and let it take its part of dL/dlogits.
 
@@ -376,7 +308,7 @@ def _second_pass(
 
 
 def _through_heads(
-    run: _Run, heads: dict[Call, WholeBatch], whole: list[Any], of_outputs: dict[int, Tensor]
+    run: Run, heads: dict[Call, WholeBatch], whole: list[Any], of_outputs: dict[int, Tensor]
 ) -> dict[Call, Tensor | None]:
     """From dL/doutputs to dL/dlogits, through the tail and the LastNorms."""
     attached = [i for i in of_outputs if whole[i].requires_grad]
@@ -407,7 +339,7 @@ def _reaches_beside(loss: Tensor, outputs: list[Tensor]) -> bool:
     return False
 
 
-def _outputs(run: _Run, first: _First, normed: dict[Call, list[Tensor]]) -> Iterator[list[Any]]:
+def _outputs(run: Run, first: _First, normed: dict[Call, list[Tensor]]) -> Iterator[list[Any]]:
     """The model's output leaves for each micro-batch, attached to the normalised logits."""
     if not run.heads:
         yield from first.outputs
@@ -423,31 +355,8 @@ def _outputs(run: _Run, first: _First, normed: dict[Call, list[Tensor]]) -> Iter
     for i, piece in enumerate(run.pieces):
         run.starts[i].restore()
         feed = Feed({c: p[i] for c, p in normed.items()})
-        with _frozen(run.inner), torch.enable_grad(), standing_in(run.heads, feed):
+        with frozen(run.inner), torch.enable_grad(), standing_in(run.heads, feed):
             leaves = run.call(run.inner, piece, detach=True)
         yield leaves
     torch.clear_autocast_cache()
     now.restore()
-
-
-@contextlib.contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    learnt = [p for p in model.parameters() if p.requires_grad]
-    for p in learnt:
-        p.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for p in learnt:
-            p.requires_grad_(True)
-
-
-def _require_finite(found: dict[str, list[Any]], piece: MicroBatch, consequence: str) -> None:
-    for name, tensors in found.items():
-        for t in tensors:
-            if isinstance(t, Tensor) and is_inexact(t) and not bool(t.isfinite().all()):
-                kind = "NaN" if bool(t.isnan().any()) else "infinite"
-                where = f"{name}: " if name else ""
-                raise NonFiniteError(
-                    f"{where}{kind} logits in {piece}{consequence}. Look at these samples, or lower the learning rate"
-                )

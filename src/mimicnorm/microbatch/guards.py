@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mimicnorm.errors import MicroBatchError
+from mimicnorm.errors import MicroBatchError, NonFiniteError
 from mimicnorm.layers import LastNorm
 from mimicnorm.microbatch.batches import MicroBatch, samples_in
+from mimicnorm.microbatch.heads import is_inexact
 from mimicnorm.surgery import check
 
 
@@ -92,6 +93,18 @@ def require_inputs_unchanged(piece: MicroBatch, before: list[int]) -> None:
             f"the forward pass of {piece} writes into its inputs, so it would see others when it runs again. Let the "
             "model copy them first"
         )
+
+
+def require_finite(found: dict[str, list[Any]], piece: MicroBatch, consequence: str) -> None:
+    """Raise for logits, by the name of their head, that are NaN or infinite."""
+    for name, tensors in found.items():
+        for t in tensors:
+            if isinstance(t, Tensor) and is_inexact(t) and not bool(t.isfinite().all()):
+                kind = "NaN" if bool(t.isnan().any()) else "infinite"
+                where = f"{name}: " if name else ""
+                raise NonFiniteError(
+                    f"{where}{kind} logits in {piece}{consequence}. Look at these samples, or lower the learning rate"
+                )
 
 
 class BufferGuard:
