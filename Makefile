@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 .PHONY: demo test check clean
 
 demo: $(STAMP)
-	$(BIN)/mimicnorm convert examples.small_resnet:small_resnet --image 32
+	$(BIN)/mimicnorm compare --out runs/demo
 
 test: $(STAMP) check
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests src

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import shlex
 import sys
 from dataclasses import dataclass
@@ -28,8 +29,8 @@ class Options:
     three seeds, NAME+SETTING=VALUE changes one of its settings."""
     seeds: int = 3
     """How often to train each method."""
-    out: Path = Path("compare")
-    """The folder for results and runs."""
+    out: Path | None = None
+    """The folder for results and runs; runs/compare-MODEL-DATA if not given."""
     data_dir: Path | None = None
     """Where the data is; else the environment variable MIMICNORM_DATA, else the hub."""
     rounds: int = 20
@@ -54,14 +55,18 @@ class Options:
                 raise RecipeError(f"--{name} must be at least {least}, not {getattr(self, name)}")
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe) if f.name not in _PER_RUN}
         chosen = base_recipe(given.pop("data") or "digits", **given)
+        out = self.out or Path("runs") / re.sub(r"[:/]+", "-", f"compare-{chosen.model}-{chosen.data}")
         command = shlex.join(["mimicnorm", *sys.argv[1:]])
         job = Job(chosen, contestants(self.methods, self.seeds), self.rounds, self.largest_lr, command)
-        data = run(job, self.out, data_dir=self.data_dir, device=self.device, jobs=self.jobs)
-        Console().print(report.table(data))
+        try:
+            data = run(job, out, data_dir=self.data_dir, device=self.device, jobs=self.jobs)
+        except KeyboardInterrupt:  # between two runs; inside one it is a result
+            data = {"status": "interrupted", "signal": 2}
         if data["status"] == "interrupted":
-            print(f"interrupted; what is finished is in {self.out}. The same command goes on from there")
+            print(f"interrupted; what is finished is in {out}. The same command goes on from there", file=sys.stderr)
             raise SystemExit(128 + (data["signal"] or 2))
-        print(f"wrote {self.out / 'compare.json'} and {self.out / 'report.html'}")
+        Console().print(report.table(data))
+        print(f"wrote {out / 'compare.json'} and {out / 'report.html'}")
 
 
 Compare: Any = with_recipe_flags(Options, "Compare", without=_PER_RUN)

@@ -50,7 +50,7 @@ def applied(job: Job, source: Source) -> dict[str, dict[str, Any]]:
             },
         }
     if refused:
-        raise RefusedError("\n".join((*refused, "Nothing was trained: take it out of --methods.")))
+        raise RefusedError("\n".join((*refused, "Nothing was trained: leave such methods out of --methods.")))
     return done
 
 

@@ -62,11 +62,13 @@ def run(
     """
     say = print if progress else (lambda *_, **__: None)
     sources = load(job.recipe, data_dir)
+    if job.recipe.batch > len(sources[0]):
+        raise RecipeError(f"batch={job.recipe.batch} is more than the {len(sources[0])} training images: give less")
     before = _earlier(job, Path(out))
     say(f"{job.recipe.model} on {job.recipe.data}: applying {', '.join(c.label for c in job.contestants)}", flush=True)
     methods = applied(job, sources[0])
     with joined(device) as processes:
-        data = _start(job, sources, processes, methods)
+        data = _start(job, sources, processes, methods, before)
         _write(data, Path(out))  # a folder that cannot be written is known before the work
         say("predicting memory, timing steps", flush=True)
         _measure(job, data, sources[0], processes, before)
@@ -78,7 +80,7 @@ def run(
             _add(data, contestant, seed, result)
             _write(data, Path(out))
         else:
-            _search_rates(job, data, sources[0], processes, before, say)
+            _search_rates(job, data, sources[0], processes, say)
             data["status"] = "done"
     _write(data, Path(out))
     return data
@@ -103,9 +105,14 @@ def _earlier(job: Job, out: Path) -> dict[str, Any]:
 
 
 def _start(
-    job: Job, sources: tuple[Source, Source], processes: Processes, methods: dict[str, dict[str, Any]]
+    job: Job,
+    sources: tuple[Source, Source],
+    processes: Processes,
+    methods: dict[str, dict[str, Any]],
+    before: dict[str, Any],
 ) -> dict[str, Any]:
     train_set, test_set = sources
+    known_rates = {entry["label"]: entry["largest_lr"] for entry in before["methods"]}
     return {
         "schema": SCHEMA,
         "status": "running",
@@ -127,7 +134,7 @@ def _start(
                 "accuracy": None,
                 "time": None,
                 "memory": None,
-                "largest_lr": None,
+                "largest_lr": known_rates.get(c.label),
                 **methods[c.label],
             }
             for c in job.contestants
@@ -175,6 +182,7 @@ def _add(data: dict[str, Any], contestant: Contestant, seed: int, result: Result
             "history": history,
         }
     )
+    entry["runs"].sort(key=lambda run: run["seed"])
     entry["accuracy"] = _accuracy(entry)
     first = data["methods"][0]
     for other in data["methods"][1:]:
@@ -198,12 +206,8 @@ def _accuracy(entry: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _search_rates(
-    job: Job, data: dict[str, Any], source: Source, processes: Processes, before: dict[str, Any], say: Any
-) -> None:
-    known = {entry["label"]: entry["largest_lr"] for entry in before["methods"]}
+def _search_rates(job: Job, data: dict[str, Any], source: Source, processes: Processes, say: Any) -> None:
     for contestant, entry in zip(job.contestants, data["methods"], strict=True):
-        entry["largest_lr"] = known.get(contestant.label)
         if job.largest_lr and entry["largest_lr"] is None:
             say(f"{contestant.label}: looking for the largest stable learning rate", flush=True)
             entry["largest_lr"] = largest_lr(job, contestant, source, processes)

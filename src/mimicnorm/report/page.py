@@ -94,7 +94,7 @@ def _training(data: dict[str, Any]) -> str:
         figures += f"<figure><h3>{heading}</h3>{plot}<figcaption>{caption}</figcaption></figure>"
     return (
         f'<h2>Training</h2>\n<ul class="legend">{legend}</ul>\n<div class="plots">{figures}</div>\n'
-        "<p>Lines are means over the seeds, bands reach from the worst to the best seed, ✕ marks a run that diverged. "
+        "<p>Thick lines are means over the seeds, thin ones the single runs; ✕ is where one diverged. "
         "Point at a line for its values.</p>"
     )
 
@@ -153,16 +153,15 @@ def _reproduce(data: dict[str, Any]) -> str:
 
 
 def _lines(data: dict[str, Any], what: str) -> list[Line]:
-    lines = []
-    for number, m in enumerate(data["methods"]):
-        by_epoch: dict[int, list[float]] = {}
-        for run in m["runs"]:
-            for line in run["history"]:
-                if line[what] is not None:
-                    by_epoch.setdefault(line["epoch"], []).append(line[what])
-        lost = bool(m["runs"]) and all(run["status"] == "diverged" for run in m["runs"])
-        lines.append(Line(m["label"], sorted(by_epoch.items()), number % COLOURS, lost))
-    return lines
+    return [
+        Line(
+            m["label"],
+            [[(line["epoch"], line[what]) for line in run["history"] if line[what] is not None] for run in m["runs"]],
+            number % COLOURS,
+            [run["status"] == "diverged" for run in m["runs"]],
+        )
+        for number, m in enumerate(data["methods"])
+    ]
 
 
 def _legend(m: dict[str, Any]) -> str:

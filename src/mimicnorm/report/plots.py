@@ -13,17 +13,25 @@ LEFT, RIGHT, TOP, BOTTOM = 40, 12, 10, 38
 
 @dataclass(frozen=True)
 class Line:
-    """A curve: for each x, the values of all runs that have one there.
+    """A curve: several runs, thin, and their mean, thick.
 
     Attributes:
+        runs: The (x, value) of each run.
         colour: Number of its colour.
-        ended_early: Whether its last point is where it diverged.
+        lost: Which runs ended early, as they diverged.
     """
 
     name: str
-    points: Sequence[tuple[float, Sequence[float]]]
+    runs: Sequence[Sequence[tuple[float, float]]]
     colour: int
-    ended_early: bool = False
+    lost: Sequence[bool]
+
+    def by_place(self) -> dict[float, list[float]]:
+        """For each x, the values of all runs that came so far."""
+        found: dict[float, list[float]] = {}
+        for place, value in sorted(point for run in self.runs for point in run):
+            found.setdefault(place, []).append(value)
+        return found
 
 
 @dataclass(frozen=True)
@@ -39,9 +47,9 @@ class Bar:
 
 
 def curves(lines: Sequence[Line], *, x: str, y: str, shown: Callable[[float], str], kind: str) -> str:
-    """Means over the runs as lines, from least to most as a band; values on hover; logarithmic over a wide range."""
-    values = [v for line in lines for _, runs in line.points for v in runs]
-    places = [place for line in lines for place, _ in line.points]
+    """Every run as a thin line and their mean as a thick one; values on hover; logarithmic over a wide range."""
+    points = [point for line in lines for run in line.runs for point in run]
+    places, values = [place for place, _ in points], [value for _, value in points]
     if not values:
         return '<p class="none">No epoch was finished.</p>'
     low, high = min(values), max(values)
@@ -71,24 +79,22 @@ def curves(lines: Sequence[Line], *, x: str, y: str, shown: Callable[[float], st
 
 
 def _curve(line: Line, at: Callable[[float, float], tuple[float, float]], x: str, shown: Callable) -> list[str]:
-    if not line.points:
-        return []
-    centres = [(place, sum(runs) / len(runs)) for place, runs in line.points]
-    upper = [at(place, max(runs)) for place, runs in line.points]
-    lower = [at(place, min(runs)) for place, runs in reversed(line.points)]
     parts = [f'<g class="line c{line.colour}" data-name="{escape(line.name, quote=True)}">']
-    if any(len(runs) > 1 for _, runs in line.points):
-        parts.append(f'<polygon points="{_path([*upper, *lower])}"/>')
-    parts.append(f'<polyline points="{_path([at(*c) for c in centres])}"/>')
-    for (place, mean), (_, runs) in zip(centres, line.points, strict=True):
-        spread = f" ({shown(min(runs))} to {shown(max(runs))}, {len(runs)} runs)" if len(runs) > 1 else ""
-        hint = escape(f"{line.name}, {x} {place:g}: {shown(mean)}{spread}")
-        across, down = at(place, mean)
+    by_place = line.by_place()
+    if len(line.runs) > 1:
+        parts += [f'<polyline class="run" points="{_path([at(*p) for p in run])}"/>' for run in line.runs]
+    means = {place: sum(values) / len(values) for place, values in by_place.items()}
+    parts.append(f'<polyline points="{_path([at(*c) for c in means.items()])}"/>')
+    for place, values in by_place.items():
+        spread = f" ({shown(min(values))} to {shown(max(values))}, {len(values)} runs)" if len(values) > 1 else ""
+        hint = escape(f"{line.name}, {x} {place:g}: {shown(means[place])}{spread}")
+        across, down = at(place, means[place])
         parts.append(f'<circle cx="{across:.1f}" cy="{down:.1f}" r="2.5"/>')
         parts.append(f'<circle class="hit" cx="{across:.1f}" cy="{down:.1f}" r="9"><title>{hint}</title></circle>')
-    if line.ended_early:
-        across, down = at(*centres[-1])
-        parts.append(f'<text class="lost" x="{across:.1f}" y="{down + 6:.1f}" text-anchor="middle">✕</text>')
+    for run, lost in zip(line.runs, line.lost, strict=True):
+        if lost and run:
+            across, down = at(*run[-1])
+            parts.append(f'<text class="lost" x="{across:.1f}" y="{down + 6:.1f}" text-anchor="middle">✕</text>')
     return [*parts, "</g>"]
 
 

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+
+import pytest
+import small
+
+from mimicnorm.compare import run, runs
+from mimicnorm.errors import MimicNormError
+from mimicnorm.training.step import Trainer
+
+
+def folders(out):
+    return sorted(path.name for path in out.iterdir() if path.is_dir())
+
+
+def test_every_method_has_accuracy_memory_time_and_a_plan(compared):
+    _, data = compared
+    assert data["schema"] == 1
+    assert data["status"] == "done"
+    assert data["data"] == {"train": 48, "test": 40, "classes": 10, "shape": [1, 8, 8]}
+    by_label = {m["label"]: m for m in data["methods"]}
+    assert [len(m["runs"]) for m in by_label.values()] == [2, 2, 1]
+    assert by_label["nonorm"]["accuracy"]["sd"] is None
+    assert by_label["nonorm"]["accuracy"]["difference"] is None
+    interval = by_label["mimicnorm"]["accuracy"]["difference"]
+    assert interval["low"] <= interval["value"] <= interval["high"]
+    assert by_label["mimicnorm"]["memory"]["saved_ratio"] < 0.6
+    assert by_label["batchnorm"]["time"]["ratio"] == {"value": 1.0, "low": 1.0, "high": 1.0}
+    assert by_label["mimicnorm"]["time"]["rounds"] == 5
+    assert any("last norm" in row for row in by_label["mimicnorm"]["plan"]["rows"])
+    for m in data["methods"]:
+        values = [r["top1"] for r in m["runs"]]
+        assert m["accuracy"]["mean"] == pytest.approx(sum(values) / len(values))
+        assert [r["history"][-1]["top1"] for r in m["runs"]] == values
+
+
+def test_the_same_call_again_trains_nothing_and_keeps_the_times(compared, monkeypatch):
+    out, before = compared
+    monkeypatch.setattr(Trainer, "step", lambda *_: pytest.fail("a step was taken"))
+    assert run(small.job(), out, progress=False)["methods"] == before["methods"]
+
+
+def test_more_methods_and_seeds_are_added(compared, tmp_path):
+    out = tmp_path / "more"
+    shutil.copytree(compared[0], out)
+    kept = (out / "batchnorm-seed0" / "result.json").stat().st_mtime_ns
+    data = run(small.job("batchnorm,last-bn:1", rounds=0), out, progress=False)
+    assert (out / "batchnorm-seed0" / "result.json").stat().st_mtime_ns == kept
+    assert [len(m["runs"]) for m in data["methods"]] == [2, 1]
+    assert data["methods"][0]["time"] is None
+    assert "last-bn-seed0" in folders(out)
+
+
+def test_other_settings_need_another_folder(compared):
+    with pytest.raises(MimicNormError, match=r"other settings: epochs was 1 and is 2.*--out"):
+        run(small.job(epochs=2), compared[0], progress=False)
+
+
+def test_ctrl_c_keeps_what_is_there_and_the_same_call_goes_on(tmp_path, monkeypatch, compared):
+    step, taken = Trainer.step, []
+
+    def interrupted(self, *args):
+        taken.append(1)
+        if len(taken) == 5:  # in the second run
+            os.kill(os.getpid(), signal.SIGINT)
+        return step(self, *args)
+
+    job = small.job(rounds=0)
+    with monkeypatch.context() as patched:
+        patched.setattr(Trainer, "step", interrupted)
+        data = run(job, tmp_path, progress=False)
+    assert (data["status"], data["signal"]) == ("interrupted", signal.SIGINT)
+    assert json.loads((tmp_path / "compare.json").read_text()) == data
+    assert [len(m["runs"]) for m in data["methods"]] == [1, 0, 0]
+    assert "1 of 5 runs are in" in (tmp_path / "report.html").read_text()
+    done = run(job, tmp_path, progress=False)
+    assert done["status"] == "done"
+    for there, here in zip(compared[1]["methods"], done["methods"], strict=True):  # as if never interrupted
+        assert [r["top1"] for r in here["runs"]] == [r["top1"] for r in there["runs"]]
+
+
+def test_divergence_is_a_result(tmp_path):
+    data = run(small.job("batchnorm:1,nonorm:1", rounds=0, lr=1e30, warmup_epochs=0.0), tmp_path, progress=False)
+    lost = data["methods"][1]
+    assert data["status"] == "done"
+    assert lost["accuracy"] == {"mean": None, "sd": None, "runs": 0, "diverged": 1, "difference": None}
+    assert f"1 of 1 diverged (step {lost['runs'][0]['step']})" in (tmp_path / "report.html").read_text()
+
+
+def test_a_method_that_the_network_cannot_take_is_said_before_anything_is_trained(tmp_path):
+    with pytest.raises(MimicNormError, match=r"(?s)fixup cannot be applied to vgg11: .*Nothing was trained"):
+        run(small.job("batchnorm,fixup", model="vgg11"), tmp_path, progress=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_or_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(MimicNormError, match="cannot make the folder"):
+        run(small.job("batchnorm"), tmp_path / "file" / "out", progress=False)
+
+
+def test_no_space_for_the_page_is_one_sentence(tmp_path, monkeypatch, compared):
+    out = tmp_path / "full"
+    shutil.copytree(compared[0], out)
+    before = (out / "report.html").read_bytes()
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(MimicNormError, match=r"cannot write .*: No space left on device"):
+        run(small.job(), out, progress=False)
+    assert (out / "report.html").read_bytes() == before
+    assert not list(out.glob(".*.partial"))
+
+
+def test_several_runs_at_once_give_the_same_accuracies(tmp_path, compared):
+    data = run(small.job("batchnorm", rounds=0), tmp_path, jobs=2, progress=False)
+    assert [r["seed"] for r in data["methods"][0]["runs"]] == [0, 1]
+    assert [r["top1"] for r in data["methods"][0]["runs"]] == [r["top1"] for r in compared[1]["methods"][0]["runs"]]
+
+
+def test_the_folder_of_a_run_names_method_and_seed(compared):
+    out, data = compared
+    assert folders(out) == sorted(r["folder"] for m in data["methods"] for r in m["runs"])
+    assert runs.folder_of(small.job().contestants[2], 0) == "nonorm-seed0"

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import io
+
+from rich.console import Console
+from sample import comparison
+
+from mimicnorm.report import columns, rows, table
+
+
+def test_cells_say_what_the_numbers_say():
+    batchnorm, mimicnorm, nonorm, fixup = rows(comparison())
+    assert batchnorm == [
+        "batchnorm", "92.00 ± 1.41", "-", "42.00 KiB\nx1.00", "6.00 MiB\nx1.00", "12.3 ms", "1.6",
+    ]  # fmt: skip
+    assert mimicnorm[1:3] == ["94.50 ± 0.71", "+2.50\n[-2.1, +7.1]"]
+    assert mimicnorm[5:] == ["2.50 s\nx0.91\n[0.84, 0.97]", "at least 102"]
+    assert nonorm[1:] == ["2 of 2 diverged (step 17, 17)", *"----", "unstable from 0.1 down to 0.0001"]
+    assert fixup[1:] == list("------")
+
+
+def test_a_single_seed_is_compared_without_an_interval():
+    data = comparison()
+    data["methods"][1]["accuracy"]["difference"] = None
+    assert rows(data)[1][2] == "+2.50"
+
+
+def test_columns_without_content_are_left_out():
+    data = comparison()
+    for m in data["methods"]:
+        m["time"] = m["largest_lr"] = None
+    headings = [column.heading for column in columns(data)]
+    assert not {"time\nper step", "largest\nlearning rate"} & set(headings)
+    assert all(column.explanation.endswith(".") for column in columns(data))
+
+
+def test_the_usual_table_fits_a_terminal_of_80_columns():
+    data = comparison()
+    data["methods"] = data["methods"][:2]
+    data["methods"][1]["label"] = "mimicnorm"
+    for m in data["methods"]:
+        m["largest_lr"] = None
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(table(data))
+    text = console.export_text()
+    assert "resnet18 (width 0.25) on digits: 2 methods, 1,438 images, 3 epochs" in text
+    assert "…" not in text
