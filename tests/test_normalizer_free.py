@@ -142,3 +142,21 @@ def test_networks_without_residual_branches(make, method):
     out = out["out"] if isinstance(out, dict) else out
     out.square().mean().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_scaled_ws_makes_up_for_a_gates_half_but_not_for_silu():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nets.conv(3, 16), nets.conv(16, 16)
+            self.bn_a, self.bn_b = nn.BatchNorm2d(16), nn.BatchNorm2d(16)
+            self.gate, self.fc = nn.Conv2d(16, 16, 1), nn.Linear(16, 3)
+
+        def forward(self, x, gated=True):
+            x = self.bn_a(self.a(x))
+            x = x * self.gate(x.mean((2, 3), keepdim=True)).sigmoid() if gated else x * x.sigmoid()
+            return self.fc(self.bn_b(self.b(x)).mean((2, 3)))
+
+    for gated, v in ((True, 0.25), (False, 1.0)):
+        steps = mn.plan(Gated(), mn.ScaledWS(), example=(IMAGES, gated)).layers
+        assert {s.name: s.v for s in steps}["b"] == v

@@ -131,6 +131,13 @@ def gate_layers(graph: Graph) -> set[str]:
     return {n.layer for n in graph.nodes if n.layer is not None and cut_off >> n.index & 1}
 
 
+def gated_by_sigmoid(product: Node) -> bool:
+    """Whether a product is of data and a sigmoid of something learnt: squeeze-excite and its like, but not SiLU."""
+    kept = carried(product)
+    gates = [walk_back(n, _TO_OWNER) for n in product.inputs if n is not kept]
+    return kept is not None and not _self_gate(product) and any(g.op in ("sigmoid", "hardsigmoid") for g in gates)
+
+
 def _self_gate(product: Node) -> bool:
     """``x * f(x)`` without a weight in f: an activation written out."""
     kept = carried(product)

@@ -136,7 +136,8 @@ class _Planner(Ownership):
         self.kept = {name: self._why_kept(name, role) for name, (_, role) in self.roles.items()}
         branches = self._branches()
         ends = {end for branch in branches for end in branch.ends}
-        variance = residual.variance(self.graph, dict.fromkeys(ends, self.method.branch_variance), self._resets)
+        behind = dict.fromkeys(ends, self.method.branch_variance)
+        variance = residual.variance(self.graph, behind, self._resets, gates=self.method.gains)
         layers = self._layer_steps(branches, ends, variance)
         self._norm_steps(ends, variance, layers)
         self.plan.layers = list(layers.values())

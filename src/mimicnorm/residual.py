@@ -61,13 +61,16 @@ def fixup_factors(found: Iterable[Branch], last: Callable[[Node], Iterable[str]]
     return factors | dict.fromkeys(ends, (0.0, "starts at zero: the last layer of its branch"))
 
 
-def variance(graph: Graph, ends: dict[Node, Callable[[float], float]], resets: Callable[[Node], bool]) -> dict:
+def variance(
+    graph: Graph, ends: dict[Node, Callable[[float], float]], resets: Callable[[Node], bool], gates: bool = False
+) -> dict[Node, float]:
     """Predicted variance before each activation: 1 after inputs and norms; added at sums, averaged at concats.
 
     Args:
         graph: The network.
         ends: The calls that end a branch, each with the variance behind its scalar, given the one before.
         resets: Whether a call makes its output of variance 1 whatever it is given.
+        gates: Whether to count a sigmoid's gate as the factor of 1/2 that it starts near.
     """
     v: dict[Node, float] = {}
     for node in graph.nodes:
@@ -82,6 +85,7 @@ def variance(graph: Graph, ends: dict[Node, Callable[[float], float]], resets: C
         elif node.kind is Kind.PRODUCT:
             kept = flow.carried(node)
             v[node] = v[kept] if kept is not None else sum(before) / len(before)
+            v[node] *= 0.25 if gates and flow.gated_by_sigmoid(node) else 1.0
         else:
             v[node] = 1.0 if resets(node) else before[0]
         if node in ends:
