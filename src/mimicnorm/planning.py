@@ -136,8 +136,8 @@ class _Planner(Ownership):
         self.kept = {name: self._why_kept(name, role) for name, (_, role) in self.roles.items()}
         branches = self._branches()
         ends = {end for branch in branches for end in branch.ends}
-        behind = dict.fromkeys(ends, self.method.branch_variance)
-        variance = residual.variance(self.graph, behind, self._resets, gates=self.method.gains)
+        method = self.method
+        variance = residual.variance(self.graph, ends, method.branch_variance, self._resets, gates=method.gains)
         layers = self._layer_steps(branches, ends, variance)
         self._norm_steps(ends, variance, layers)
         self.plan.layers = list(layers.values())

@@ -62,13 +62,18 @@ def fixup_factors(found: Iterable[Branch], last: Callable[[Node], Iterable[str]]
 
 
 def variance(
-    graph: Graph, ends: dict[Node, Callable[[float], float]], resets: Callable[[Node], bool], gates: bool = False
+    graph: Graph,
+    ends: set[Node],
+    behind: Callable[[float], float],
+    resets: Callable[[Node], bool],
+    gates: bool = False,
 ) -> dict[Node, float]:
     """Predicted variance before each activation: 1 after inputs and norms; added at sums, averaged at concats.
 
     Args:
         graph: The network.
-        ends: The calls that end a branch, each with the variance behind its scalar, given the one before.
+        ends: The calls that end a branch.
+        behind: The variance behind a branch's scalar, given the one before it.
         resets: Whether a call makes its output of variance 1 whatever it is given.
         gates: Whether to count a sigmoid's gate as the factor of 1/2 that it starts near.
     """
@@ -89,5 +94,5 @@ def variance(
         else:
             v[node] = 1.0 if resets(node) else before[0]
         if node in ends:
-            v[node] = ends[node](v[node])
+            v[node] = behind(v[node])
     return v
