@@ -90,7 +90,7 @@ def joined(device: str = "auto") -> Iterator[Processes]:
         chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
     started = "TORCHELASTIC_RUN_ID" in os.environ and dist.is_available() and not dist.is_initialized()
     if started:
-        dist.init_process_group("gloo" if chosen.type == "cpu" else f"cpu:gloo,{chosen.type}:nccl")
+        _meet("gloo" if chosen.type == "cpu" else f"cpu:gloo,{chosen.type}:nccl")
     try:
         if dist.is_available() and dist.is_initialized():
             yield Processes(chosen, dist.get_rank(), dist.get_world_size())
@@ -99,3 +99,14 @@ def joined(device: str = "auto") -> Iterator[Processes]:
     finally:
         if started:
             dist.destroy_process_group()
+
+
+def _meet(backend: str) -> None:
+    """Join the process group where only this attempt's addresses are found.
+
+    torchrun keeps its store over restarts: without a prefix a restarted process may find, and try to reach, one that
+    is dead.
+    """
+    store, rank, size = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)

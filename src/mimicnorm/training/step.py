@@ -37,7 +37,7 @@ class Trainer:
         wrapped = self.bare
         if processes.size > 1:  # statistics differ only in BatchNorms; evaluation takes the main process's
             ids = [processes.device] if processes.device.type == "cuda" else None
-            wrapped = DistributedDataParallel(wrapped, device_ids=ids, **{_SYNC_BUFFERS: False})
+            wrapped = DistributedDataParallel(wrapped, device_ids=ids, **{_SYNC_BUFFERS: False})  # pyrefly: ignore
         self.model: Any = torch.compile(wrapped) if recipe.compile else wrapped
 
     def step(self, images: Tensor, labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
