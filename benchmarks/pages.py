@@ -1,0 +1,274 @@
+"""Write the numbers of ``docs/memory.md`` and ``docs/microbatch.md`` from the result files.
+
+    python benchmarks/pages.py
+
+What stands between ``<!-- results: NAME -->`` and ``<!-- end -->`` on a page is made by the function of that name here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+import textwrap
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("docs/memory.md", "docs/microbatch.md")
+MIB, GIB = 2**20, 2**30
+NAMES = {
+    "resnet18": "ResNet-18",
+    "resnet50": "ResNet-50",
+    "resnet101": "ResNet-101",
+    "vgg11_bn": "VGG11-BN",
+    "vgg16_bn": "VGG16-BN",
+    "shufflenet_v2_x0_5": "ShuffleNetV2 0.5",
+    "shufflenet_v2_x1_0": "ShuffleNetV2 1.0",
+    "densenet121": "DenseNet-121",
+    "mobilenet_v2": "MobileNetV2",
+    "googlenet": "GoogLeNet",
+    "efficientnet_b0": "EfficientNet-B0",
+    "regnet_y_400mf": "RegNetY 400MF",
+    "timm:repvgg_a0": "RepVGG-A0",
+    "squeezenet1_1": "SqueezeNet",
+    "cifar100": "CIFAR-100",
+    "imagenet": "ImageNet",
+    "batchnorm": "BatchNorm",
+    "mimicnorm": "MimicNorm",
+    "nonorm": "no norm",
+    "fixup": "Fixup",
+    "compile": "compiled",
+}
+
+
+def load(name: str) -> dict:
+    return json.loads((ROOT / "results" / f"{name}.json").read_text())
+
+
+def named(name: str) -> str:
+    plain, _, converted = name.partition(" ")
+    return f"{NAMES.get(plain, plain)}, converted" if converted == "converted" else NAMES.get(name, name)
+
+
+def small(number: float) -> str:
+    """1.6e-15."""
+    return f"{number:.1e}".replace("e-0", "e-")
+
+
+def table(head: str, rows: Iterable[Iterable[object]], left: int = 1) -> str:
+    """A table; the first columns are text, the others numbers."""
+    titles = head.split(" | ")
+    rule = "|" + "---|" * left + "---:|" * (len(titles) - left)
+    first, *others = ("| " + " | ".join(map(str, line)) + " |" for line in [titles, *rows])
+    return "\n".join([first, rule, *others])
+
+
+def prose(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+def worst(rows: Iterable[dict], dtype: str) -> str:
+    errors = [r["error"] for r in rows if r["dtype"] == dtype]
+    return small(max(errors)) if errors else "-"
+
+
+# -- docs/memory.md ----------------------------------------------------------------------------------------------
+
+
+def ratios() -> str:
+    head = "network | run | BatchNorm | MimicNorm | no norm | MimicNorm / BatchNorm | MimicNorm / no norm"
+    lines = []
+    for r in load("memory-ratios")["rows"]:
+        saved = [f"{r['saved_mib_per_image'][m]:.2f}" for m in ("batchnorm", "mimicnorm", "nonorm")]
+        quotients = [f"**{r['mimicnorm_over_batchnorm']:.3f}**", f"{r['mimicnorm_over_nonorm']:.4f}"]
+        lines.append([named(r["network"]), named(r["setting"]), *saved, *quotients])
+    return table(head, lines, left=2)
+
+
+def peak() -> str:
+    data = load("memory-peak")
+    text = prose(
+        f"ResNet-50 at 224 px with SGD and momentum, batch 256, and the largest batch that fits 16 GiB "
+        f"({data['largest_batch_ratio']:.2f} times BatchNorm's). One prediction took "
+        f"{data['cpu_seconds_of_one_prediction']:.1f} s of CPU time, and the process held "
+        f"{data['resident_mib_of_the_process_after_it']:.0f} MiB."
+    )
+    head = "method | saved MiB per image | peak GiB at batch 256 | peak / BatchNorm | largest batch in 16 GiB"
+    lines = [
+        [
+            named(name),
+            f"{m['saved_bytes'] / m['batch'] / MIB:.2f}",
+            f"{m['peak_bytes'] / GIB:.2f}",
+            f"{m['peak_ratio']:.3f}",
+            m["largest_batch"],
+        ]
+        for name, m in data["methods"].items()
+    ]
+    return f"{text}\n\n{table(head, lines)}"
+
+
+def prediction() -> str:
+    rows = load("memory-prediction")["rows"]
+    tensors, everything = "error_without_convolution_workspaces", "error"
+    beyond = [r for r in rows if abs(r[everything]) > 0.02]
+    names = list(dict.fromkeys(r["network"] for r in rows))
+
+    def extreme(of: Iterable[dict], key: str) -> dict:
+        return max(of, key=lambda r: abs(r[key]))
+
+    far, near = extreme(rows, everything), extreme(rows, tensors)
+    which = {named(n): sum(r["network"] == n for r in beyond) for n in names}
+    text = prose(
+        f"The 2 % hold for tensors in {sum(abs(r[tensors]) <= 0.02 for r in rows)} of {len(rows)} steps; the largest "
+        f"error is {abs(near[tensors]):.2%}. Of everything that the CPU allocates, workspaces inside of convolutions "
+        f"included, they hold in {len(rows) - len(beyond)} of {len(rows)} steps. In the others the prediction is too "
+        f"low, at worst by {-far[everything]:.1%} ({named(far['network'])}, batch {far['batch']}); they belong to "
+        f"{', '.join(f'{n} ({count})' for n, count in which.items() if count)}."
+    )
+    lines = []
+    for name in names:
+        own = [r for r in rows if r["network"] == name]
+        measured = [r["profiled_bytes"] / MIB for r in own]
+        errors = [f"{extreme(own, k)[k]:.2%}".replace("-0.00%", "0.00%") for k in (tensors, everything)]
+        lines.append([named(name), f"{min(measured):.0f} to {max(measured):.0f}", *errors])
+    head = (
+        "network | measured peak, MiB (batch 8 to 32) | worst error on tensors | worst error on all that was allocated"
+    )
+    return f"{text}\n\n{table(head, lines)}"
+
+
+def inductor() -> str:
+    of = {(r["method"], r["layout"]): r for r in load("memory-inductor")["rows"]}
+    plain, last = (of["batchnorm", layout] for layout in ("contiguous_format", "channels_last"))
+    real, predicted = "really_saved_bytes", "predicted_saved_bytes"
+    return prose(
+        f"A real compiled ResNet of ten layers at batch 4, 64 px saves {last[real] / MIB:.2f} MiB where "
+        f"{last[predicted] / MIB:.2f} were predicted in `channels_last`, and {plain[real] / MIB:.2f} instead of "
+        f"{plain[predicted] / MIB:.2f} without it."
+    )
+
+
+def paper() -> str:
+    head = "data | network | batch | method | published MB | predicted MiB | published ratio | predicted ratio"
+    lines = [
+        [
+            *(named(r["data"]), named(r["network"]), r["batch"], named(r["method"]), r["published_mb"]),
+            "-" if r["predicted_peak_mib"] is None else f"{r['predicted_peak_mib']:.0f}",
+            f"{r['published_ratio']:.3f}",
+            "-" if r["predicted_ratio"] is None else f"{r['predicted_ratio']:.3f}",
+        ]
+        for r in load("memory-paper")["rows"]
+    ]
+    return table(head, lines, left=2)
+
+
+def alternatives() -> str:
+    head = "network | saved MiB per image | peak GiB, batch 256 | peak MiB, batch 4 | profiled | time / BatchNorm"
+
+    def number(row: dict, key: str, form: str) -> str:
+        return format(row[key], form) if key in row else "-"
+
+    lines = [
+        [
+            name,
+            number(r, "saved_mib_per_image", ".2f"),
+            number(r, "predicted_peak_gib_at_batch_256", ".2f"),
+            number(r, "predicted_peak_mib", ".0f"),
+            number(r, "profiled_peak_mib", ".0f"),
+            number(r, "median_seconds_over_batchnorm", ".2f"),
+        ]
+        for name, r in load("memory-alternatives")["rows"].items()
+    ]
+    return table(head, lines)
+
+
+# -- docs/microbatch.md ------------------------------------------------------------------------------------------
+
+
+def accumulation() -> str:
+    key = "plain_accumulation_error"
+    of = {(r["network"], r["micro_batch"]): f"{r[key]:.3f}" for r in load("microbatch-exact")["rows"] if key in r}
+    networks = list(dict.fromkeys(n for n, _ in of))
+    return table("network | micro-batch 2 | 7 | 16", [[n, *(of[n, m] for m in (2, 7, 16))] for n in networks])
+
+
+def time() -> str:
+    data = load("microbatch-time")
+    return prose(
+        f"The first pass costs time: {data['processor']['ratio_median']:.2f} times the processor time of plain "
+        f"accumulation ({data['wall']['ratio_median']:.2f} times by the clock) on {data['network']} at "
+        f"{data['pixels']} pixels with micro-batches of {data['micro_batch']}, the median of {data['rounds']} "
+        "interleaved rounds."
+    )
+
+
+def exactness() -> str:
+    """One row per network, one pair of columns per way; a dash where it has not been measured."""
+    ways = ("exact", "randomness", "ranks", "traced", "compiled")
+    rows = {way: load(f"microbatch-{way}")["rows"] for way in ways}
+    networks = list(dict.fromkeys(r["network"] for r in rows["exact"]))
+    lines = []
+    for network in networks:
+        cells = []
+        for way in ways:
+            own = [r for r in rows[way] if r["network"] == network]
+            cells.append(f"{worst(own, 'float64')}, {worst(own, 'float32')}" if own else "-")
+        lines.append([network, *cells])
+    head = "network | one process | with randomness | 2 and 3 processes | compiled, `aot_eager` | compiled, `inductor`"
+    return table(head, lines)
+
+
+def training() -> str:
+    runs = load("microbatch-training")["weights_apart"]
+    return table(
+        "run | after 1 step | after 50 steps",
+        [[name, small(apart[0]), small(apart[-1])] for name, apart in runs.items()],
+    )
+
+
+def memory() -> str:
+    rows = load("microbatch-memory")["peak_saved_for_backward"]
+    keys = [f"{way}_bytes" for way in ("whole", "micro_batch_8", "micro_batch_1", "micro_batch_1_loss_in_pieces")]
+    head = "network, MiB | whole batch | micro-batch 8 | micro-batch 1 | ... `loss_in_pieces` | whole / least | logits"
+    lines = []
+    for r in rows:
+        best = r["whole_bytes"] / min(r[k] for k in keys)
+        cells = [f"{r[k] / MIB:.2f}" for k in keys]
+        lines.append([r["network"], *cells, f"{best:.1f}", f"{r['logits_bytes'] / MIB:.2f}"])
+    return table(head, lines)
+
+
+def accuracy() -> str:
+    sizes = (1, 2, 4, 16, 64)
+    of = {(r["method"], r["micro_batch"]): r["accuracy"] for r in load("microbatch-accuracy")["rows"]}
+    methods = list(dict.fromkeys(m for m, _ in of))
+    lines = [
+        [m, *(f"{100 * statistics.mean(of[m, s]):.1f}" if (m, s) in of else "error" for s in sizes)] for m in methods
+    ]
+    return table("method, mean accuracy in % | 1 | 2 | 4 | 16 | 64", lines)
+
+
+MAKERS: dict[str, Callable[[], str]] = {
+    f.__name__: f
+    for f in (
+        *(ratios, peak, prediction, inductor, paper, alternatives),
+        *(accumulation, time, exactness, training, memory, accuracy),
+    )
+}
+
+
+def filled(text: str) -> str:
+    """A page with every block as its result file has it."""
+    return re.sub(
+        r"(<!-- results: (\w+) -->\n\n).*?(\n\n<!-- end -->)",
+        lambda found: found[1] + MAKERS[found[2]]() + found[3],
+        text,
+        flags=re.DOTALL,
+    )
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        path = ROOT / page
+        path.write_text(filled(path.read_text()))
