@@ -123,6 +123,28 @@ def test_checkpointed_layers_are_measured_once():
     assert propagate(model, x).layers == propagate(nn.Sequential(*model), x).layers
 
 
+def test_reentrant_checkpoints_are_named():
+    class Checkpointed(nn.Sequential):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=True)
+
+    with pytest.raises(TheoryError, match="use_reentrant=False"):
+        propagate(Checkpointed(nn.Linear(3, 3), nn.ReLU()), torch.randn(4, 3))
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: propagate(torch.relu, torch.ones(2, 2)), "must be an nn.Module"),
+        (lambda: propagate(nn.Linear(2, 2), torch.ones(0, 2)), "empty"),
+        (lambda: propagate(nn.Linear(2, 2), torch.ones(2, 2), loss=lambda out: out), "one number"),
+    ],
+)
+def test_bad_input_is_named(call, says):
+    with pytest.raises(TheoryError, match=says):
+        call()
+
+
 def test_inference_mode_does_not_hide_gradients():
     with torch.inference_mode():
         x = torch.randn(4, 3)

@@ -143,5 +143,9 @@ def test_outputs_that_are_no_tensor_and_not_finite_are_named():
     x = torch.ones(2, 3)
     with pytest.raises(TheoryError, match="returns tuple"):
         empirical_ntk(Pair(3, 1), x)
+    with pytest.raises(TheoryError, match="at least one sample"):
+        empirical_ntk(nn.Linear(3, 1), x[:0])
+    with pytest.raises(TheoryError, match=r"must be an nn\.Module"):
+        empirical_ntk(torch.relu, x)
     with pytest.raises(TheoryError, match="not finite"):
         empirical_ntk(nn.Linear(3, 1), x * float("nan"))

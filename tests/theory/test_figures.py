@@ -26,6 +26,11 @@ def test_callers_data_are_drawn():
     assert all(len(path) == 30 for path in paths)
 
 
+def test_few_samples_make_few_pairs():
+    axes = figures.correlations(inputs=torch.rand(9, 4, 5)).axes
+    assert len(axes[0].lines) == 5  # four pairs and the infinite width
+
+
 def test_the_fixed_points_drawn_are_those_computed():
     axis = figures.transitions().axes[1]
     drawn = {round(float(line.get_xdata()[0]), 12) for line in axis.lines if line.get_marker() == "o"}

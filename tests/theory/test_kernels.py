@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import mpmath
 import numpy as np
@@ -211,6 +212,19 @@ def test_blocks_of_rows_do_not_show():
     assert torch.equal(many.ntk, many.ntk.T)
 
 
+@pytest.mark.parametrize("kind", ["straight", "weight_mean", "batch_norm"])
+@pytest.mark.parametrize("name", ["silu", "elu"])
+def test_many_pairs_of_unequal_norms_take_an_interpolant(kind, name, monkeypatch):
+    x = torch.randn(3, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    t = Transition(kind, name, sigma_b2=0.1)
+    few = kernels(x, 3, t)
+    monkeypatch.setattr(sys.modules["mimicnorm.theory.kernels"], "MANY", 0)
+    many, cross = kernels(x, 3, t), kernels(x, 3, t, x[1:])
+    assert torch.allclose(many.nngp, few.nngp, rtol=1e-11, atol=1e-13)
+    assert torch.allclose(many.ntk, few.ntk, rtol=1e-11, atol=1e-13)
+    assert torch.allclose(cross.ntk, few.ntk[:, 1:], rtol=1e-11, atol=1e-13)
+
+
 def test_equal_inputs_stay_equal_fifty_layers_deep(inputs):
     # rounding at rho = 1 would grow by 1.467 per layer: 2e-16 to 4e-8
     t = Transition("weight_mean")
@@ -237,7 +251,7 @@ def test_gram_and_inputs_agree(inputs):
     t = Transition("weight_mean", "erf")
     gram = inputs @ inputs.T / inputs.shape[1]
     assert torch.allclose(kernels(Gram(gram), 4, t).ntk, kernels(inputs, 4, t).ntk, rtol=1e-12)
-    cross = kernels(Gram(gram[:2, 2:], gram.diagonal()[:2], gram.diagonal()[2:]), 4, t)
+    cross = kernels(Gram(gram[:2, 2:], gram.diagonal()[:2].tolist(), gram.diagonal()[2:]), 4, t)
     assert torch.allclose(cross.ntk, kernels(inputs, 4, t).ntk[:2, 2:], rtol=1e-12)
 
 
@@ -301,11 +315,18 @@ def test_off_diagonal_ntk_halves_per_layer():
         (lambda x, t: kernels(Gram(torch.eye(2), torch.ones(2)), 2, t), "both rows and columns"),
         (lambda x, t: kernels(x, 3000, Transition(sigma_w2=1.0)), "dies out: below 1e-150 at layer"),
         (lambda x, t: kernels(x, 1900, t), "tangent kernel became non-finite at layer 18"),
-        (lambda x, t: kernels(x.repeat(10, 1) * torch.rand(60, 1).double(), 2, Transition("straight", "elu")), "1830"),
-        (lambda x, t: kernels(x, 100, Transition("straight", "elu", 1.3)), "21 pairs"),
+        (
+            lambda x, t: kernels(x.repeat(10, 1) * torch.rand(60, 1).double(), 2, Transition(activation="hardtanh")),
+            "1830",
+        ),
+        (lambda x, t: kernels(x, 100, Transition("straight", "hardtanh", 1.3)), "21 pairs"),
+        (lambda x, t: layerwise(x, 0, t), "at least 1, not 0"),  # at once, not at the first next()
+        (lambda x, t: layerwise(x * math.nan, 2, t), "non-finite"),
+        (lambda x, t: layerwise(x, 2, "relu"), "not 'relu'"),
         (lambda x, t: residual_kernels(x, 0, t), "at least 1"),
         (lambda x, t: residual_kernels(x, 2, t, scale="cube"), "'sqrt'"),
         (lambda x, t: residual_kernels(x, 2, t, scale=[1.0]), "1 scales were given for 2"),
+        (lambda x, t: residual_kernels(x, 2, t, scale=math.nan), "finite numbers"),
         (lambda x, t: kernels(x, 2, Transition(activation=torch.sign)), "has a step"),
         (lambda x, t: kernels(x, 2000, Transition(sigma_w2=9.0)), "explodes: above 1e150 at layer"),
     ],

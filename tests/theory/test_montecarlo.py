@@ -51,6 +51,16 @@ def test_tangent_kernels(activation):
 
 
 @pytest.mark.parametrize("kind", ["straight", "weight_mean"])
+@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "gelu", "silu", "tanh", "erf"])
+def test_fifty_layers_of_every_activation(kind, activation):
+    # a bias of 0.2 makes every variance map attract, so that a narrow network stays near the infinite one
+    t = Transition(kind, activation, sigma_b2=0.2)
+    # the chaotic NTK's off-diagonal is far below the noise of a diagonal that grew by chi1 per layer
+    agrees(montecarlo.theorem3(t, 0.5, 49, width=128, count=12), 0.15)
+    agrees(montecarlo.tangent_kernel(t, 0.5 if kind == "straight" else 1.0, 50, width=96, outputs=1, count=6), 0.3)
+
+
+@pytest.mark.parametrize("kind", ["straight", "weight_mean"])
 def test_gradients_grow_by_chi1(kind):
     agrees(montecarlo.gradient_growth(kind, width=400, batch=16, count=10), 0.02)
 
@@ -84,6 +94,15 @@ def test_an_estimate_prints_what_was_compared():
         montecarlo.lemma1(1)
     with pytest.raises(TheoryError, match="two points"):
         montecarlo.theorem1(points=1)
+    with pytest.raises(TheoryError, match="standard error"):
+        montecarlo.theorem1(count=1)
+    for measure in (montecarlo.theorem2, montecarlo.theorem3, montecarlo.dual_activation):
+        with pytest.raises(TheoryError, match=r"outside \[-1, 1\]"):
+            measure(rho=1.5)
+    with pytest.raises(TheoryError, match="at least 3"):
+        montecarlo.gradient_growth(depth=2)
+    with pytest.raises(TheoryError, match="at least 1"):
+        montecarlo.correlation_band(0)
 
 
 def test_pairs_have_their_correlation():

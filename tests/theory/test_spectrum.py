@@ -69,6 +69,10 @@ def test_a_singular_kernel_leaves_its_null_space_alone():
         (lambda: learning_curve(torch.eye(2), torch.ones(3), torch.ones(1)), "3 targets"),
         (lambda: learning_curve(torch.eye(2), torch.ones(2), -torch.ones(1)), "at least 0"),
         (lambda: learning_curve(torch.eye(2), torch.ones(2), torch.ones(1), ntk_test=torch.ones(1, 3)), "(1, 3)"),
+        (
+            lambda: learning_curve(torch.eye(2), torch.ones(2), torch.ones(1), start=torch.ones(3)),
+            "start has shape (3,)",
+        ),
     ],
 )
 def test_bad_input_is_named(call, says):

@@ -130,6 +130,8 @@ def test_iterate_stacks_the_start_first():
         (lambda: Transition(sigma_w2=-1.0), "positive"),
         (lambda: Transition(sigma_b2=-0.1), "variance"),
         (lambda: Transition(sigma_b2=1.0), "below 1"),
+        (lambda: Transition(sigma_b2=None), "not None"),
+        (lambda: Transition().variance_map(-1.0), "at least 0, not -1.0"),
         (lambda: Transition(fan_in=1), "at least 2"),
         (lambda: Transition(sigma_w2=None), "not None"),
         (lambda: Transition()("half"), "not 'half'"),

@@ -1,8 +1,8 @@
 """Activations under a Gaussian input: their moments and the gains that keep a layer's variance.
 
-For z ~ N(0, 1) and an activation phi, a weight-mean layer of fan-in n keeps unit variance when its weights
-have standard deviation gain / sqrt(n) with gain = sqrt(n / (n - 1)) / sd(phi(z)) (Theorem 3; for ReLU,
-gain^2 = 2n / ((n - 1)(1 - 1/pi))). A layer that is not centred needs 1 / rms(phi(z)).
+For z ~ N(0, 1) and an activation phi, a weight-mean layer of fan-in n keeps unit variance when its weights have
+standard deviation gain / sqrt(n) with gain = sqrt(n / (n - 1)) / sd(phi(z)) (Theorem 3; for ReLU, gain^2 = 2n / ((n -
+1)(1 - 1/pi))). A layer that is not centred needs 1 / rms(phi(z)).
 """
 
 from __future__ import annotations
@@ -63,10 +63,6 @@ _REGISTRY: dict[str, tuple[Callable[..., Tensor], dict[str, float], tuple[float,
     "hardtanh": (lambda x, lo, hi: x.clamp(lo, hi), {"min_val": -1.0, "max_val": 1.0}, None),
 }
 
-# torch module classes whose name, in lower case, is not the activation's; parameters keep their names
-# throughout
-_MODULE_NAMES = {"leakyrelu": "leaky_relu"}
-
 
 def names() -> tuple[str, ...]:
     """Return the names that `activation` arguments accept."""
@@ -100,25 +96,31 @@ class Activation:
             )
         return y
 
-    def derivative(self, x: Tensor) -> Tensor:
-        """Return phi'(x); at a kink, torch's one-sided choice."""
+    def derivative(self, x: Tensor, order: int = 1) -> Tensor:
+        """Return phi'(x), or phi''(x); at a kink, torch's one-sided choice."""
         # a caller may hold no_grad or inference_mode: neither may turn the derivative into an error
         with torch.inference_mode(False), torch.enable_grad():
             x = x.detach().clone().requires_grad_()
-            y = self(x).sum()
-            if not y.requires_grad:  # constant
-                return torch.zeros_like(x).detach()
-            return torch.autograd.grad(y, x)[0].detach()
+            y = self(x)
+            for done in range(order):
+                if not y.requires_grad:  # constant
+                    return torch.zeros_like(x).detach()
+                try:
+                    y = torch.autograd.grad(y.sum(), x, create_graph=done + 1 < order)[0]
+                except RuntimeError:  # some functions have no double backward: their second derivative is not searched
+                    if not done:
+                        raise
+                    return torch.zeros_like(x).detach()
+            return y.detach()
 
 
 def resolve(activation: Any, kinks: Iterable[float] | None = None, **parameters: float) -> Activation:
     """Return the `Activation` for a name, a torch activation module, or any element-wise callable.
 
     Args:
-        activation: a name of `names()`, an `nn.Module` such as ``nn.LeakyReLU(0.2)``, or a callable
-            on float64 tensors.
-        kinks: for a callable, where it or its first two derivatives jump; searched for in [-16, 16]
-            when not given.
+        activation: a name of `names()`, an `nn.Module` such as ``nn.LeakyReLU(0.2)``, or a callable on float64
+            tensors.
+        kinks: for a callable, where it or its first two derivatives jump; searched for in [-16, 16] when not given.
         parameters: parameters of a named activation, such as ``negative_slope=0.2``.
 
     Example:
@@ -176,8 +178,7 @@ def _of_module(module: nn.Module) -> Activation | None:
         return _named("gelu" if module.approximate == "none" else "gelu_tanh", {})
     if isinstance(module, nn.PReLU):
         return _named("prelu", {"negative_slope": float(module.weight.detach().mean())})
-    name = type(module).__name__.lower()
-    name = _MODULE_NAMES.get(name, name)
+    name = type(module).__name__.lower().replace("leakyrelu", "leaky_relu")
     if name not in _REGISTRY:
         return None
     return _named(name, {parameter: getattr(module, parameter) for parameter in _REGISTRY[name][1]})
@@ -186,8 +187,8 @@ def _of_module(module: nn.Module) -> Activation | None:
 def find_kinks(activation: Activation, reach: float = 16.0) -> tuple[float, ...]:
     """Find the jumps of a function and its first two derivatives in [-reach, reach] by bisection.
 
-    A smooth function's difference over an interval halves with the interval; a jump's does not. Jumps below
-    1e-6 and all but the largest of several jumps within 1/64 are missed: pass such kinks yourself.
+    A smooth function's difference over an interval halves with the interval; a jump's does not. Jumps below 1e-6 and
+    all but the largest of several jumps within 1/64 are missed: pass such kinks yourself.
 
     Example:
         >>> find_kinks(Activation("hinge", lambda x: (x - 0.3).clamp(min=0), ()))
@@ -198,32 +199,17 @@ def find_kinks(activation: Activation, reach: float = 16.0) -> tuple[float, ...]
     found: set[float] = set()
     for order in range(3):
         lo, hi = grid[:-1], grid[1:]
-        at_lo, at_hi = _nth(activation, lo, order), _nth(activation, hi, order)
+        at_lo, at_hi = activation.derivative(lo, order), activation.derivative(hi, order)
         for _ in range(40):  # the intervals end 1e-14 wide
             jump = (at_hi - at_lo).abs() > 1e-6
             lo, hi, at_lo, at_hi = lo[jump], hi[jump], at_lo[jump], at_hi[jump]
             mid = (lo + hi) / 2
-            at_mid = _nth(activation, mid, order)
+            at_mid = activation.derivative(mid, order)
             left = (at_mid - at_lo).abs() >= (at_hi - at_mid).abs()
             lo, at_lo = torch.where(left, lo, mid), torch.where(left, at_lo, at_mid)
             hi, at_hi = torch.where(left, mid, hi), torch.where(left, at_mid, at_hi)
         found |= {round(float(x), 12) + 0.0 for x in ((lo + hi) / 2)[(at_hi - at_lo).abs() > 1e-6]}
     return tuple(sorted(found))
-
-
-def _nth(activation: Activation, x: Tensor, order: int) -> Tensor:
-    """Return the derivative of the given order (0, 1 or 2) at x."""
-    with torch.inference_mode(False), torch.enable_grad():
-        x = x.detach().clone().requires_grad_()
-        y = activation(x)
-        for _ in range(order):
-            if not y.requires_grad:
-                return torch.zeros_like(x).detach()
-            try:
-                y = torch.autograd.grad(y.sum(), x, create_graph=True)[0]
-            except RuntimeError:  # some functions have no double backward: their second derivative goes unsearched
-                return torch.zeros_like(x).detach()
-        return y.detach()
 
 
 @dataclass(frozen=True)
@@ -308,8 +294,8 @@ def gain(
 
     Args:
         activation: what the layer's input went through (see `resolve`); ``"identity"`` for raw input.
-        mode: ``"weight_mean"``: 1 / sd(phi(z)), for a layer whose weights are centred (Theorem 3);
-            ``"plain"``: 1 / rms(phi(z)), for one whose weights are not.
+        mode: ``"weight_mean"``: 1 / sd(phi(z)), for a layer whose weights are centred (Theorem 3); ``"plain"``: 1 /
+            rms(phi(z)), for one whose weights are not.
         fan_in: with it, the weight-mean gain carries the exact factor sqrt(n / (n - 1)) of Lemma 1.
         kinks: see `resolve`.
         parameters: see `resolve`.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,10 +25,10 @@ class LayerSignal:
         kind: class name.
         mean: over all elements.
         variance: over all elements.
-        channel_mean_share: share of the second moment that is the channels' means over batch and positions:
-            near 1 all inputs look alike, 0 after BatchNorm.
-        correlation: mean over sample pairs of the cosine of their flattened outputs, the NNGP's rho; NaN
-            for one sample.
+        channel_mean_share: share of the second moment that is the channels' means over batch and positions: near 1 all
+            inputs look alike, 0 after BatchNorm.
+        correlation: mean over sample pairs of the cosine of their flattened outputs, the NNGP's rho; NaN for one
+            sample.
         gradient: Frobenius norm of the gradient by this output, or NaN when none reached it.
     """
 
@@ -77,14 +76,14 @@ def propagate(
 ) -> Signal:
     """Run a batch forward and a gradient back through any network and measure each leaf module's output.
 
-    The network stays as it is: mode, weights, buffers, other attributes, `.grad`, random states. It runs in
-    the mode it is in: train mode for what training sees.
+    The network stays as it is: mode, weights, buffers, other attributes, `.grad`, random states. It runs in the mode
+    it is in: train mode for what training sees.
 
     Args:
         model: any module.
         x: an input batch, or a tuple of call arguments, or a dict of keyword arguments.
-        loss: maps the model's output to a scalar; by default the output (its first tensor) is multiplied by
-            a random direction of unit length, so that gradients of two networks compare.
+        loss: maps the model's output to a scalar; by default the output (its first tensor) is multiplied by a random
+            direction of unit length, so that gradients of two networks compare.
         pairs: number of random sample pairs for the correlation.
         seed: of pairs and direction.
 
@@ -116,8 +115,7 @@ def propagate(
 
     # a caller may hold inference_mode, whose tensors have no gradients
     with torch.inference_mode(False), torch.enable_grad(), unchanged(model), torch.random.fork_rng(devices=[]):
-        # a leaf that alters its input in place would write into the caller's batch; gradients need a leaf of
-        # our own
+        # a leaf that alters its input in place would write into the caller's batch; gradients need a leaf of our own
         args = tuple(_own(a) for a in args)
         kwargs = {key: _own(a) for key, a in kwargs.items()}
         torch.manual_seed(seed)
@@ -133,24 +131,18 @@ def propagate(
         wanted = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.requires_grad]
         wanted = wanted or [p for p in model.parameters() if p.requires_grad]
         if wanted and scalar.requires_grad:
-            with _reentrant_checkpoints_named():
+            try:
                 torch.autograd.grad(scalar, wanted, allow_unused=True)
+            except RuntimeError as error:
+                if "use_reentrant" not in str(error):
+                    raise
+                raise TheoryError(
+                    "the model uses reentrant activation checkpoints, which hide the layers inside from gradient "
+                    "hooks: call checkpoint(..., use_reentrant=False), or turn checkpointing off to measure."
+                ) from error
     if not layers:
         raise TheoryError("no leaf module put out a tensor: is the network written in plain functions?")
     return Signal(tuple(layers))
-
-
-@contextmanager
-def _reentrant_checkpoints_named() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-        raise TheoryError(
-            "the model uses reentrant activation checkpoints, which hide the layers inside from gradient hooks: "
-            "call checkpoint(..., use_reentrant=False), or turn checkpointing off for this measurement."
-        ) from error
 
 
 def _leaves(module: nn.Module) -> Iterator[nn.Module]:
@@ -170,8 +162,7 @@ def _own(a: Any) -> Any:
 
 
 def _graph_copy(a: Any) -> Any:
-    # autograd forbids in-place operations on a leaf that requires grad, such as an inplace activation on
-    # the input
+    # autograd forbids in-place operations on a leaf that requires grad, such as an inplace activation on the input
     return a * 1 if isinstance(a, Tensor) and a.requires_grad else a
 
 
@@ -206,12 +197,12 @@ def _measure(name: str, kind: str, h: Tensor, pairs: int, rng: torch.Generator) 
         return LayerSignal(name, kind, float(h.mean()), float(h.var(correction=0)), shared, correlation)
 
 
-def plot(signals: dict[str, Signal], path: str | Path, *, titles: Sequence[str] | None = None) -> None:
+def plot(signals: dict[str, Signal], path: str | Path) -> None:
     """Draw variance, correlation and gradient norm over depth for several networks, one colour each."""
     from .figures import canvas, save
 
     figure, axes = canvas(1, 3, width=10, height=3.1)
-    names = titles or ("variance of the output", "correlation of sample pairs", "gradient norm")
+    names = ("variance of the output", "correlation of sample pairs", "gradient norm")
     for label, signal in signals.items():
         rows = signal.weight_layers().layers or signal.layers
         depth = range(1, len(rows) + 1)

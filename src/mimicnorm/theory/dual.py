@@ -1,9 +1,9 @@
 """Dual activations: E[phi(u) phi(v)] and E[phi'(u) phi'(v)] for Gaussian pairs of any variances.
 
-Four ways, the first that applies: closed forms (identity, ReLU and its leaky kin, erf, GELU); Hermite
-series, which converge geometrically for analytic activations; for kinked ones of equal variance a Chebyshev
-series in theta = arccos(rho), in which the dual is smooth up to both ends while in rho it is not; else a
-double quadrature per pair whose panels follow the kinks.
+Four ways, the first that applies: closed forms (identity, ReLU and its leaky kin, erf, GELU); Hermite series, which
+converge geometrically for analytic activations; for kinked ones of equal variance a Chebyshev series in theta =
+arccos(rho), in which the dual is smooth up to both ends while in rho it is not; else a double quadrature per pair
+whose panels follow the kinks.
 """
 
 from __future__ import annotations
@@ -147,8 +147,8 @@ def pair_moments(
 ) -> tuple[Tensor, Tensor]:
     """Return E[phi(u) phi(v)] and E[phi'(u) phi'(v)] over broadcast variances and correlations.
 
-    With `centred` the first is the covariance of phi(u) and phi(v), to relative accuracy: a difference of
-    E[phi(u) phi(v)] and the means would lose what is left of a small correlation.
+    With `centred` the first is the covariance of phi(u) and phi(v), to relative accuracy: a difference of E[phi(u)
+    phi(v)] and the means would lose what is left of a small correlation.
     """
     closed = _closed_form(activation, q1, q2, rho, centred)
     if closed is not None:
@@ -178,9 +178,9 @@ def require_few_pairs(activation: Activation, pairs: int, layers: int = 1) -> No
     """Refuse more double quadratures than anybody would wait for."""
     if pairs * layers > MAX_PAIRS:
         raise TheoryError(
-            f"{activation.name!r} has no closed form, and {pairs} pairs of unequal variance in {layers} layer(s) "
-            f"would each need a double quadrature of 5 to 50 ms (limit {MAX_PAIRS}, about a minute). Give all "
-            "inputs one norm, which needs none, or use fewer points."
+            f"{activation.name!r} has no closed form, and {pairs} pairs of unequal variance in {layers} layer(s) would "
+            f"each need a double quadrature of 5 to 50 ms (limit {MAX_PAIRS}): its kinks are not at 0, or the variances "
+            "exceed 50 or span a factor above 1,000. Give all inputs one norm, or use fewer points or a bias."
         )
 
 
@@ -189,8 +189,7 @@ def _closed_form(
 ) -> tuple[Tensor, Tensor] | None:
     slope = leaky_slope(act)
     if slope is not None:
-        # phi = a x + b |x|; E|u||v| is the arc-cosine kernel of degree 1 (paper eq. 4), its derivative that
-        # of 0
+        # phi = a x + b |x|; E|u||v| is the arc-cosine kernel of degree 1 (paper eq. 4), its derivative that of 0
         a2, b2 = ((1 + slope) / 2) ** 2, ((1 - slope) / 2) ** 2 * 2 / math.pi
         root, angle = torch.sqrt((1 - rho) * (1 + rho)), torch.asin(rho)
         scale = torch.sqrt(q1 * q2)
@@ -229,8 +228,8 @@ def _from_table(activation: Activation, q: float, rho: Tensor) -> tuple[Tensor, 
 def _table(activation: Activation, q: float) -> tuple[Tensor, Tensor]:
     """Tabulate the dual and its slope at variance q as cubics on pieces of theta = arccos(rho).
 
-    A Chebyshev series through 160 exact values gives values and derivatives at the ends of 4096 pieces, on
-    which cubics are exact to rounding and ten times faster than the series.
+    A Chebyshev series through 160 exact values gives values and derivatives at the ends of 4096 pieces, on which
+    cubics are exact to rounding and ten times faster than the series.
     """
     nodes = np.cos(np.pi * (np.arange(_TABLE_DEGREE) + 0.5) / _TABLE_DEGREE)
     rhos = np.cos(np.pi * (nodes + 1) / 2)

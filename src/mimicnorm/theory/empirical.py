@@ -25,18 +25,16 @@ def empirical_ntk(
 ) -> Tensor:
     """Compute the NTK of any model at its present parameters.
 
-    The Jacobian is never held whole: parameters are taken in groups and samples in blocks, so that two
-    blocks of it fit `memory_bytes`; the kernel is the sum of their products.
+    The Jacobian is never held whole: parameters are taken in groups and samples in blocks, so that two blocks of it
+    fit `memory_bytes`; the kernel is the sum of their products.
 
     Args:
         model: any module that maps a batch to one tensor; its mode, buffers and gradients stay as they are.
         x: inputs, (m, ...).
         x2: second inputs: the kernel between x and x2.
-        mode: ``"per_sample"``: each sample runs on its own. ``"batch"``: x (and x2) run as whole batches,
-            which is the network's function under BatchNorm in train mode, with the terms through the batch
-            statistics.
-        outputs: ``"mean"``: (m, m2), averaged over outputs as trace / outputs; ``"full"``: (m, outputs, m2,
-            outputs).
+        mode: ``"per_sample"``: each sample runs on its own. ``"batch"``: x (and x2) run as whole batches, which is the
+            network's function under BatchNorm in train mode, with the terms through the batch statistics.
+        outputs: ``"mean"``: (m, m2), averaged over outputs as trace / outputs; ``"full"``: (m, outputs, m2, outputs).
         memory_bytes: for the blocks of the Jacobian; autograd's temporaries come on top, about as much again.
 
     Example:
@@ -62,10 +60,8 @@ def empirical_ntk(
     jacobians = [(_per_sample if mode == "per_sample" else _batch)(model, parameters, side) for side in sides]
     left, right = jacobians[0], jacobians[-1]
     m, m2, width = len(x), len(sides[-1]), _output_count(model, x)
-    kernel = torch.zeros(m, width, m2, width, dtype=torch.float64, device=x.device)
-    if outputs == "mean":
-        kernel = torch.zeros(m, m2, dtype=torch.float64, device=x.device)
-
+    full = outputs == "full"
+    kernel = torch.zeros(m, width if full else 1, m2, width if full else 1, dtype=torch.float64, device=x.device)
     for group in _groups(parameters, memory_bytes // 2, max(m, m2) * width):
         size = sum(p.numel() * p.element_size() for p in group.values())
         block = max(1, memory_bytes // (2 * width * size))
@@ -75,17 +71,14 @@ def empirical_ntk(
             for k in range(i if same else 0, m2, block):
                 columns = slice(k, k + block)
                 j_right = j_left if same and k == i else right(columns, group)
-                if outputs == "mean":
-                    part = j_left.flatten(1) @ j_right.flatten(1).T / width
-                    kernel[rows, columns] += part
-                    if same and k != i:
-                        kernel[columns, rows] += part.T
-                else:
+                if full:
                     part = torch.einsum("icp,jdp->icjd", j_left, j_right)
-                    kernel[rows, :, columns] += part
-                    if same and k != i:
-                        kernel[columns, :, rows] += part.permute(2, 3, 0, 1)
-    return kernel
+                else:  # the trace over outputs is one product of the flattened rows
+                    part = (j_left.flatten(1) @ j_right.flatten(1).T / width)[:, None, :, None]
+                kernel[rows, :, columns] += part
+                if same and k != i:
+                    kernel[columns, :, rows] += part.permute(2, 3, 0, 1)
+    return kernel if full else kernel[:, 0, :, 0]
 
 
 def _groups(parameters: dict[str, Tensor], budget: int, rows: int) -> list[dict[str, Tensor]]:
@@ -123,8 +116,8 @@ def _per_sample(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> J
 def _batch(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobian:
     def jacobian(samples: slice, group: dict[str, Tensor]) -> Tensor:
         def whole(chosen: dict[str, Tensor]) -> Tensor:
-            # cloned in here: a train-mode BatchNorm updates its statistics in place, which vjp forbids on
-            # outer tensors
+            # cloned in here: a train-mode BatchNorm updates its statistics in place, which vjp forbids on outer
+            # tensors
             buffers = {name: b.clone() for name, b in model.named_buffers()}
             return _rows(_one_tensor(functional_call(model, ({**parameters, **chosen}, buffers), (x,))))
 

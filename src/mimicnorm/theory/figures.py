@@ -62,7 +62,7 @@ def _require_format(figure: Figure, path: Path) -> None:
         raise TheoryError(f"no figure format {path.suffix!r}: end the file's name in {', '.join(sorted(known))}.")
 
 
-def _samples(inputs: Tensor | None, count: int, seed: int) -> Tensor:
+def samples(inputs: Tensor | None, count: int, seed: int) -> Tensor:
     """Return inputs with |x|^2 = n_0: the caller's, or a Gaussian mixture of 10 classes."""
     rng = torch.Generator().manual_seed(seed)
     if inputs is None:
@@ -77,7 +77,7 @@ def _samples(inputs: Tensor | None, count: int, seed: int) -> Tensor:
 
 def distributions(inputs: Tensor | None = None, seed: int = 0) -> Figure:
     """Draw 30 channels of layers 20 and 50 over a batch of 2000 (paper figures 2 and 3)."""
-    x = _samples(inputs, 2000, seed)
+    x = samples(inputs, 2000, seed)
     figure, axes = canvas(2, 3, 10, 5)
     pick = torch.randperm(256, generator=torch.Generator().manual_seed(seed))[:30]
     for column, kind in enumerate(COLOURS):
@@ -114,14 +114,8 @@ def transitions(inputs: Tensor | None = None, seed: int = 0) -> Figure:
         for point in t.fixed_points:
             face = "white" if point.stability == "unstable" else COLOURS[kind]
             axis.plot([point.rho], [point.rho], "o", ms=8, mfc=face, mec=COLOURS[kind], mew=2, zorder=4)
-            words = f"{point.stability}, slope {point.slope:.3f}"
-            axis.annotate(
-                words,
-                (point.rho, point.rho),
-                xytext=(-14, -3 if point.rho else 6),
-                textcoords="offset points",
-                ha="right",
-            )
+            words, place = f"{point.stability}, slope {point.slope:.3f}", (-14, -3 if point.rho else 6)
+            axis.annotate(words, (point.rho, point.rho), xytext=place, textcoords="offset points", ha="right")
         axis.set(title=LABELS[kind], xlabel="correlation before", ylabel="correlation after", aspect="equal")
         axis.set(xlim=(-1, 1.08), ylim=(-1, 1.12))
     return figure
@@ -129,7 +123,7 @@ def transitions(inputs: Tensor | None = None, seed: int = 0) -> Figure:
 
 def correlations(inputs: Tensor | None = None, seed: int = 0) -> Figure:
     """Draw the correlations of 200 pairs over 30 layers of width 300, with their band (appendix B.1)."""
-    x = _samples(inputs, 400, seed)
+    x = samples(inputs, 400, seed)
     half = len(x) // 2
     figure, axes = canvas(1, 3, 10, 3.3)
     band = 1.96 * correlation_band(300)
@@ -153,7 +147,7 @@ def correlations(inputs: Tensor | None = None, seed: int = 0) -> Figure:
 
 def ntk(inputs: Tensor | None = None, seed: int = 0) -> Figure:
     """Draw condition number, gradient growth and off-diagonal decay of the NTK over depth."""
-    x = _samples(inputs, 64, seed)
+    x = samples(inputs, 64, seed)
     figure, axes = canvas(1, 3, 10, 3.3)
     depth = 30
     for kind in ("straight", "weight_mean"):
@@ -167,18 +161,12 @@ def ntk(inputs: Tensor | None = None, seed: int = 0) -> Figure:
         axes[2].plot(layers, off, **style)
     axes[0].axhline((len(x) + 3) / 3, color="0.6", lw=0.8)
     axes[0].text(depth, (len(x) + 3) / 3, "(m + 3)/3", ha="right", va="top", color="0.4")
-    for kind, batch, mark in (
-        ("straight", 64, "o"),
-        ("weight_mean", 64, "o"),
-        ("batch_norm", 256, "s"),
-        ("batch_norm", 4, "v"),
-    ):
+    at, bn = range(5, depth + 1, 5), "batch_norm"
+    for kind, batch, mark in (("straight", 64, "o"), ("weight_mean", 64, "o"), (bn, 256, "s"), (bn, 4, "v")):
         growth = gradient_growth(kind, width=128, depth=8, batch=batch, count=5, seed=seed).value
-        words = f"measured, batch {batch}" if kind == "batch_norm" else "measured"
-        at = [5, 10, 15, 20, 25, 30]
-        axes[1].plot(
-            at, [growth ** (i - 1) for i in at], mark, ms=4, color=COLOURS[kind], label=f"{LABELS[kind]}, {words}"
-        )
+        words = f"{LABELS[kind]}{f', batch {batch}' if kind == bn else ''}: {growth:.2f} per layer"
+        axes[1].plot(at, [growth ** (i - 1) for i in at], mark, ms=4, color=COLOURS[kind], label=words)
+    axes[1].plot([], [], " ", label="(marks: growth over 6 layers, continued)")
     axes[2].plot(layers, [0.5 ** (i - 1) for i in layers], color="0.6", lw=0.8, label="1/2 per layer")
     axes[0].set(title=f"condition number, {len(x)} points", xlabel="weight layers", yscale="log", ylim=(0.7, 5e5))
     axes[0].plot([], [], ":", color="0.4", label="dotted: NNGP kernel")
@@ -191,7 +179,7 @@ def ntk(inputs: Tensor | None = None, seed: int = 0) -> Figure:
 
 def residual(inputs: Tensor | None = None, seed: int = 0) -> Figure:
     """Draw the variance after each residual block for each rule of the branch scalar."""
-    x = _samples(inputs, 256, seed)
+    x = samples(inputs, 256, seed)
     figure, axes = canvas(1, 1, 6, 3.8)
     blocks = 16
     # the authors' weights of variance 2/n lose 1 - 1/pi per centred layer; their scalar gives 1.2^2 back
@@ -223,6 +211,7 @@ def phase(inputs: Tensor | None = None, seed: int = 0) -> Figure:
     """Draw the phases in the (sigma_w, sigma_b) plane for ReLU (with and without centring) and tanh."""
     del inputs, seed
     figure, axes = canvas(1, 3, 10, 3.4)
+    ordered, chaotic, unbounded = ("#4477aa", 0.25), ("#ee6677", 0.25), "0.85"
     # tanh is odd: there is no mean for weight mean to take
     cases = [("relu", "straight"), ("relu", "weight_mean"), ("tanh", "straight")]
     for axis, (activation, kind) in zip(axes, cases, strict=True):
@@ -231,38 +220,28 @@ def phase(inputs: Tensor | None = None, seed: int = 0) -> Figure:
         q = torch.logspace(-4, 2.3, 300, dtype=torch.float64)
         power, slope = t.layer_power(q)
         w, b = (1 / slope).sqrt(), (q - power / slope).clamp(min=0).sqrt()
-        top = 1.0
-        if activation == "relu":
-            edge = math.sqrt(float(1 / t.layer_power(torch.tensor(1.0, dtype=torch.float64))[0]))
-            axis.axvspan(0, math.sqrt(2), color="#4477aa", alpha=0.25, lw=0)
-            axis.axvspan(math.sqrt(2), edge, color="#ee6677", alpha=0.25, lw=0)
-            axis.axvspan(edge, 3, color="0.85", lw=0)
-            axis.axvline(math.sqrt(2), color="black", lw=1.5)
+        edge = math.sqrt(t.weight_variance) if activation == "relu" else 3.0  # of bounded variance
+        if activation == "relu":  # homogeneous: the curve is a vertical line
+            w, b = torch.full((2,), math.sqrt(2)), torch.tensor([0.0, 1.0])
+            axis.axvspan(edge, 3, color=unbounded, lw=0)
             axis.text((edge + 3) / 2, 0.5, "unbounded\nvariance", ha="center", color="0.3")
-            if edge > 1.5:
-                axis.text((edge + math.sqrt(2)) / 2, 0.5, "chaotic", ha="center", rotation=90, color="#aa3344")
-            axis.text(0.7, 0.5, "ordered", ha="center", color="#224466")
-        else:
-            axis.fill_betweenx(b, 0, w, color="#4477aa", alpha=0.25, lw=0)
-            axis.fill_betweenx(b, w, 3, color="#ee6677", alpha=0.25, lw=0)
-            axis.plot(w, b, color="black", lw=1.5)
-            axis.text(0.6, 0.6, "ordered", ha="center", color="#224466")
+        axis.fill_betweenx(b, 0, w, color=ordered, lw=0)
+        axis.fill_betweenx(b, w, edge, color=chaotic, lw=0)
+        axis.plot(w, b, color="black", lw=1.5)
+        axis.text(0.65, 0.5, "ordered", ha="center", color="#224466")
+        if kind == "weight_mean":
+            axis.text((edge + math.sqrt(2)) / 2, 0.5, "chaotic", ha="center", rotation=90, color="#aa3344")
+        elif activation == "tanh":
             axis.text(2.5, 0.2, "chaotic", ha="center", color="#aa3344")
-        stable = math.sqrt(Transition(kind, activation).weight_variance)
-        axis.plot([stable], [0], "k*", ms=11, clip_on=False, zorder=5)
+        axis.plot([math.sqrt(t.weight_variance)], [0], "k*", ms=11, clip_on=False, zorder=5)
         name = LABELS[kind] if activation == "relu" else "straight or weight mean"
-        axis.set(title=f"{activation}, {name}", xlabel="sigma_w", xlim=(0, 3), ylim=(0, top))
+        axis.set(title=f"{activation}, {name}", xlabel="sigma_w", xlim=(0, 3), ylim=(0, 1))
     axes[0].set_ylabel("sigma_b   (star: stable, no bias)")
     return figure
 
 
 _DRAWERS: dict[str, Callable[..., Figure]] = {
-    "distributions": distributions,
-    "transitions": transitions,
-    "correlations": correlations,
-    "ntk": ntk,
-    "residual": residual,
-    "phase": phase,
+    f.__name__: f for f in (distributions, transitions, correlations, ntk, residual, phase)
 }
 NAMES = tuple(_DRAWERS)
 
@@ -273,8 +252,7 @@ def draw(name: str, path: str | Path, *, inputs: Tensor | None = None, seed: int
     Args:
         name: one of `NAMES`.
         path: its ending chooses the format.
-        inputs: samples (m, ...) for the figures that take data, such as MNIST; Gaussian mixtures when not
-            given.
+        inputs: samples (m, ...) for the figures that take data, such as MNIST; Gaussian mixtures when not given.
         seed: of samples and weights.
     """
     if name not in _DRAWERS:

@@ -1,15 +1,15 @@
 """NNGP and neural tangent kernels of infinitely wide networks, for any inputs.
 
-Convention (NTK parametrisation): h^1 = sqrt(first_w2 / n_0) W x + sqrt(first_b2) b, then each further layer
-is a `Transition`, with W and b standard normal and all of them trained. depth counts weight layers, so
-depth = L has L - 1 activations. With K^0 = x x'^T / n_0:
+Convention (NTK parametrisation): h^1 = sqrt(first_w2 / n_0) W x + sqrt(first_b2) b, then each further layer is a
+`Transition`, with W and b standard normal and all of them trained. depth counts weight layers, so depth = L has L - 1
+activations. With K^0 = x x'^T / n_0:
 
     K^1 = first_w2 K^0 + first_b2,   Theta^1 = K^1,
     K^{l+1} = T(K^l),                Theta^{l+1} = K^{l+1} + T'(K^l) Theta^l,
 
-T and T' being the transition and its derivative by the covariance (the paper's eq. 6 with its product over
-r = l .. L-1, not l+1 .. L). Weights of variance sigma_w2 / n trained directly (PyTorch's parametrisation)
-have the same NNGP kernel and another NTK.
+T and T' being the transition and its derivative by the covariance (the paper's eq. 6 with its product over r = l ..
+L-1, not l+1 .. L). Weights of variance sigma_w2 / n trained directly (PyTorch's parametrisation) have the same NNGP
+kernel and another NTK.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .dual import has_closed_form, leaky_slope, mean_at, pair_moments, power_at, require_continuous, require_few_pairs
 from .errors import TheoryError
+from .series import hermite
 from .surface import surface
 from .transition import Transition, check_depth
 
@@ -101,8 +102,7 @@ def kernels(
         depth: number of weight layers, at least 1.
         transition: the layers after the first.
         x2: a second set of inputs: kernels between x and x2. Under ``batch_norm`` the statistics are x's.
-        first_w2: variance factor of the first layer's weights (1 keeps the variance of inputs with |x|^2 =
-            n_0).
+        first_w2: variance factor of the first layer's weights (1 keeps the variance of inputs with |x|^2 = n_0).
         first_b2: variance of the first layer's biases.
 
     Example:
@@ -149,9 +149,8 @@ def residual_kernels(
 ) -> Kernels:
     """Return the kernels of a residual network h_{l+1} = h_l + s_l f_l(h_l) (paper, "Implementation").
 
-    h_1 is the first layer, f_l is `layers_per_block` times (activation, transition layer), the scalars are
-    held
-    fixed: K <- K + s^2 K_f, Theta <- Theta + s^2 Theta_f.
+    h_1 is the first layer, f_l is `layers_per_block` times (activation, transition layer), the scalars are held fixed:
+    K <- K + s^2 K_f, Theta <- Theta + s^2 Theta_f.
 
     Args:
         x: as for `kernels`.
@@ -176,13 +175,8 @@ def residual_kernels(
         branch = state
         for _ in range(layers_per_block):
             branch = _layer(branch, transition)
-        state = replace(
-            branch,
-            k=state.k + s**2 * branch.k,
-            theta=state.theta + s**2 * branch.theta,
-            q1=state.q1 + s**2 * branch.q1,
-            q2=state.q2 + s**2 * branch.q2,
-        )
+        total = {name: getattr(state, name) + s**2 * getattr(branch, name) for name in ("k", "theta", "q1", "q2")}
+        state = replace(branch, **total)
     return _finish(_layer(state, transition) if readout else state)
 
 
@@ -261,8 +255,7 @@ def _require_finite(name: str, t: Tensor) -> None:
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    # blocks that fit the cache are too short to share: on a busy machine the threads' waiting costs more
-    # than the sum
+    # blocks that fit the cache are too short to share: on a busy machine the threads' waiting costs more than the sum
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -286,10 +279,9 @@ def _layer(state: _State, t: Transition) -> _State:
     # x and c x stay collinear where the layer is homogeneous; elsewhere only equal inputs stay equal
     homogeneous = leaky_slope(phi) is not None and bias == 0 and t.kind != "batch_norm"
     one = state.collinear if homogeneous else state.identical
-    table, slow = None, not equal and not has_closed_form(phi)
-    if slow and state.pairs * state.layers > MANY and (table := surface(phi, torch.cat([state.q1, state.q2]))):
-        left_weights, right_weights = table.weights(state.q1), table.weights(state.q2)
-    elif slow and phi.kinks:
+    slow = not equal and not has_closed_form(phi)
+    table = surface(phi, state.q1, state.q2) if slow and state.pairs * state.layers > MANY else None
+    if slow and table is None and hermite(phi, torch.cat([state.q1, state.q2])) is None:
         require_few_pairs(phi, state.pairs, state.layers)
     k, theta, finite = torch.empty_like(state.k), torch.empty_like(state.theta), True
     for rows, columns in state.blocks(slow and table is None):
@@ -298,7 +290,7 @@ def _layer(state: _State, t: Transition) -> _State:
         rho.masked_fill_(one[rows, columns], 1.0)
         rho = torch.where(rho.abs() > 1 - 1e-15, rho.sign(), rho)  # rounding, which arccos would make 1e-8
         if table is not None:
-            value, slope = table(left_weights[rows], right_weights[columns], rho)
+            value, slope = table(rows, columns, rho)
             value = value * torch.sqrt(left * right)
             if not t.centred:
                 value += mean1[rows, None] * mean2[columns]
@@ -317,14 +309,12 @@ def _layer(state: _State, t: Transition) -> _State:
 
 def _require_range(q: Tensor, finite: bool, layer: int) -> None:
     """Refuse kernels that float64 cannot hold."""
-    if bool((q < 1e-150).any()):
-        raise TheoryError(
-            f"the variance dies out: below 1e-150 at layer {layer}. Use a larger sigma_w2 or fewer layers."
-        )
-    if not bool((q < 1e150).all()):
-        raise TheoryError(
-            f"the variance explodes: above 1e150 at layer {layer}. Use a smaller sigma_w2 or fewer layers."
-        )
+    for bad, what, other in (
+        (q < 1e-150, "dies out: below 1e-150", "larger"),
+        (~(q < 1e150), "explodes: above 1e150", "smaller"),
+    ):
+        if bool(bad.any()):
+            raise TheoryError(f"the variance {what} at layer {layer}. Use a {other} sigma_w2 or fewer layers.")
     if not finite:
         raise TheoryError(f"the tangent kernel became non-finite at layer {layer}: it grows by chi1 with each layer.")
 

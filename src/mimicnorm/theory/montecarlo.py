@@ -106,9 +106,9 @@ def theorem1(
 ) -> Estimate:
     """Measure the condition number of the NTK of random networks on m orthogonal inputs of unit variance.
 
-    By symmetry the expected NTK has one value d on the diagonal and one, o, off it, so that its condition
-    number is (d + (m - 1) o) / (d - o); the error is a jackknife's over networks. It tends to 1 in the
-    chaotic phase and to (m + 3)/3 on the critical line (ReLU) as depth grows.
+    By symmetry the expected NTK has one value d on the diagonal and one, o, off it, so that its condition number is (d
+    + (m - 1) o) / (d - o); the error is a jackknife's over networks. It tends to 1 in the chaotic phase and to (m +
+    3)/3 on the critical line (ReLU) as depth grows.
     """
     _at_least(2, points, "a condition number needs at least two points")
     _at_least(2, count, "count must be at least 2 for a standard error")
@@ -157,8 +157,8 @@ def theorem3(
 ) -> Estimate:
     """Measure the kernel of a pair after `depth` stably initialised layers: T applied depth times.
 
-    The kernel, not the correlation, whose expectation is biased at finite width. `kind` may be a whole
-    `Transition`, of any weights and biases.
+    The kernel, not the correlation, whose expectation is biased at finite width. `kind` may be a whole `Transition`,
+    of any weights and biases.
     """
     t, x = kind if isinstance(kind, Transition) else Transition(kind, activation), _pair_inputs(rho)
 
@@ -218,8 +218,8 @@ def correlation_spread(
 ) -> Estimate:
     """Measure the spread of correlations deep in a weight-mean ReLU network (appendix B.1).
 
-    Each layer adds sampling noise of variance about 1/width to a correlation and shrinks what it inherits by
-    a = T'(0): the sd is sqrt((1 + 1/(1 - a^2)) / width).
+    Each layer adds sampling noise of variance about 1/width to a correlation and shrinks what it inherits by a =
+    T'(0): the sd is sqrt((1 + 1/(1 - a^2)) / width).
     """
     transition = Transition("weight_mean")
 

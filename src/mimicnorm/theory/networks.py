@@ -34,8 +34,7 @@ class NtkLinear(nn.Module):
 class FiniteNetwork(nn.Module):
     """A plain or residual network in the parametrisation of `kernels`, drawn at random.
 
-    ``batch_norm`` puts an affine-free BatchNorm after every layer but the last (after that too with
-    `last_norm`).
+    ``batch_norm`` puts an affine-free BatchNorm after every layer but the last (after that too with `last_norm`).
 
     Args:
         inputs: n_0.

@@ -1,8 +1,8 @@
 """Gaussian expectations E[f(s z)], z ~ N(0, 1), to float64 accuracy for functions with kinks.
 
-Gauss-Hermite converges only algebraically at a kink. Gauss-Legendre on panels that end at the kinks keeps
-every piece analytic, and panels that shrink towards the kinks keep it so when the scale s is large and the
-interesting part of f occupies a sliver of the z axis.
+Gauss-Hermite converges only algebraically at a kink. Gauss-Legendre on panels that end at the kinks keeps every piece
+analytic, and panels that shrink towards the kinks keep it so when the scale s is large and the interesting part of f
+occupies a sliver of the z axis.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ def condition_number(kernel: Tensor, centered: bool = False) -> float:
 
     Args:
         kernel: symmetric, (m, m).
-        centered: only on vectors orthogonal to the constant one. A network that ends in BatchNorm has the
-            constant vector in its NTK's null space, so that only this number means something there.
+        centered: only on vectors orthogonal to the constant one. A network that ends in BatchNorm has the constant
+            vector in its NTK's null space, so that only this number means something there.
 
     Example:
         >>> condition_number(torch.diag(torch.tensor([4.0, 2.0])))

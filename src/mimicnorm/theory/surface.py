@@ -1,9 +1,9 @@
 """Duals of millions of pairs of unequal variance, for activations without a closed form.
 
-For one activation the dual is a function of two variances and a correlation. Where all kinks are at 0 it is
-analytic in (log q1, log q2, theta = arccos rho), so a Chebyshev interpolant through a few thousand exact
-values holds it to rounding, and evaluating that for all pairs is a matrix product per degree in theta. A kink
-off 0 makes a cone at (q1 = q2, rho = 1), around which no polynomial converges: such activations have none.
+For one activation the dual is a function of two variances and a correlation. Where all kinks are at 0 it is analytic
+in (log q1, log q2, theta = arccos rho), so a Chebyshev interpolant through a few thousand exact values holds it to
+rounding, and evaluating that for all pairs is a matrix product per degree in theta. A kink off 0 makes a cone at (q1 =
+q2, rho = 1), around which no polynomial converges: such activations have none.
 """
 
 from __future__ import annotations
@@ -25,44 +25,54 @@ _ANGLES = 96
 
 @dataclass(frozen=True)
 class Surface:
-    """Covariance over (sqrt(q1 q2) rho), and slope, as coefficients (2, degrees in theta, nodes, nodes)."""
+    """Covariance over (sqrt(q1 q2) rho), and slope, of all pairs of two lists of variances.
 
-    low: float
-    high: float
+    Attributes:
+        fit: coefficients, (2, degrees in theta, nodes, nodes).
+        left: what carries values at the nodes to each variance of the rows, (rows, nodes).
+        right: the same for the columns.
+    """
+
     fit: Tensor
+    left: Tensor
+    right: Tensor
 
-    def weights(self, q: Tensor) -> Tensor:
-        """Return what carries values at the nodes to each variance in q, shape (len(q), nodes)."""
-        nodes = _nodes(self.fit.shape[-1]).to(q.device)
-        x = (2 * torch.log(q)[:, None] - self.low - self.high) / (self.high - self.low) - nodes
-        sign = torch.cos(torch.arange(len(nodes), device=q.device) * math.pi)
-        ratio = sign * torch.sqrt(1 - nodes**2) / torch.where(x.abs() < 1e-15, 1e-15, x)  # barycentric
-        return ratio / ratio.sum(1, keepdim=True)
-
-    def __call__(self, left: Tensor, right: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
-        """Return covariance / sqrt(q1 q2) and slope of all pairs of rows (weights `left`) and columns."""
-        t = torch.acos(rho) * (2 / math.pi) - 1
+    def __call__(self, rows: slice, columns: slice, rho: Tensor) -> tuple[Tensor, Tensor]:
+        """Return covariance / sqrt(q1 q2) and slope of a block of pairs with correlations rho."""
+        t, right = torch.acos(rho) * (2 / math.pi) - 1, self.right[columns].T
         found = []
-        for fit in self.fit.to(rho.device):
-            first, *rest = left @ fit
+        for fit in self.fit:
+            first, *rest = self.left[rows] @ fit
             older, newer = torch.zeros_like(rho), torch.zeros_like(rho)
             for c in reversed(rest):  # Clenshaw
-                older, newer = newer, torch.addmm(older, c, right.T, beta=-1).addcmul_(newer, t, value=2)
-            found.append(torch.addmm(older, first, right.T, beta=-1).addcmul_(newer, t))
+                older, newer = newer, torch.addmm(older, c, right, beta=-1).addcmul_(newer, t, value=2)
+            found.append(torch.addmm(older, first, right, beta=-1).addcmul_(newer, t))
         return found[0] * rho, found[1]
 
 
-def surface(activation: Activation, q: Tensor) -> Surface | None:
-    """Return the interpolant for variances like those in q; None where there is none of full accuracy."""
-    if set(activation.kinks) - {0.0} or float(q.max()) > LARGEST:
+def surface(activation: Activation, q1: Tensor, q2: Tensor) -> Surface | None:
+    """Return the interpolant for pairs of these variances; None where there is none of full accuracy."""
+    least, most = float(torch.minimum(q1.min(), q2.min())), float(torch.maximum(q1.max(), q2.max()))
+    if set(activation.kinks) - {0.0} or most > LARGEST:
         return None
     # rounded outwards to powers of 4, so that the layers of a network share it
-    low, high = math.floor(math.log(float(q.min()), 4)), math.ceil(math.log(float(q.max()), 4) + 1e-9)
-    return _surface(activation, low * math.log(4), high * math.log(4))
+    low, high = math.floor(math.log(least, 4)) * math.log(4), math.ceil(math.log(most, 4) + 1e-9) * math.log(4)
+    fit = _fit(activation, low, high)
+    if fit is None:
+        return None
+    nodes = _nodes(fit.shape[-1]).to(q1.device)
+    sign = torch.cos(torch.arange(len(nodes), device=q1.device) * math.pi) * torch.sqrt(1 - nodes**2)
+
+    def weights(q: Tensor) -> Tensor:  # barycentric
+        x = (2 * torch.log(q)[:, None] - low - high) / (high - low) - nodes
+        ratio = sign / torch.where(x.abs() < 1e-15, 1e-15, x)
+        return ratio / ratio.sum(1, keepdim=True)
+
+    return Surface(fit.to(q1.device), weights(q1), weights(q2))
 
 
 @lru_cache(maxsize=64)
-def _surface(activation: Activation, low: float, high: float) -> Surface | None:
+def _fit(activation: Activation, low: float, high: float) -> Tensor | None:
     # the dual is analytic for |Im log q| < pi: the ellipse in that strip tells how many nodes give 14 digits
     half = (high - low) / 2
     count = 2 + math.ceil(32 / math.log((math.pi + math.hypot(math.pi, half)) / half))
@@ -73,15 +83,14 @@ def _surface(activation: Activation, low: float, high: float) -> Surface | None:
     samples = _by_series(activation, q, theta)
     if samples is None:
         samples = _by_sectors(activation, q, theta)
-    turns = (
-        torch.arange(_ANGLES)[:, None] * (2 * torch.arange(_ANGLES) + 1) % (4 * _ANGLES)
-    )  # exact, as cos(d t) is not
+    # whole numbers of steps, since the rounding of d * theta would be noise in the coefficients
+    turns = torch.arange(_ANGLES)[:, None] * (2 * torch.arange(_ANGLES) + 1) % (4 * _ANGLES)
     transform = torch.cos(turns.double() * (math.pi / 2 / _ANGLES)) * (2 / _ANGLES)
     transform[0] /= 2
     fit = torch.einsum("dt,vabt->vdab", transform.to(CPU), samples)
     size = (fit.abs().amax((2, 3)) / fit.abs().amax((1, 2, 3))[:, None]).amax(0)
     kept = int((size > 4e-15).nonzero().max()) + 1
-    return Surface(low, high, fit[:, :kept].contiguous()) if float(size[-8:].max()) < 1e-13 else None
+    return fit[:, :kept].contiguous() if float(size[-8:].max()) < 1e-13 else None
 
 
 def _nodes(count: int) -> Tensor:
@@ -109,9 +118,7 @@ def _by_sectors(activation: Activation, q: Tensor, theta: Tensor) -> Tensor:
     few = low_order(activation, q)
     found = torch.empty(2, len(q), len(q), len(theta), dtype=torch.float64, device=CPU)
     for i, t in enumerate(theta.tolist()):
-        angle, da = gauss_panels(
-            np.array([-0.5 * math.pi, t - 0.5 * math.pi, 0.5 * math.pi, t + 0.5 * math.pi, 1.5 * math.pi]), 32
-        )
+        angle, da = gauss_panels(np.array([-math.pi, 2 * t - math.pi, math.pi, 2 * t + math.pi, 3 * math.pi]) / 2, 32)
         measure = (da[:, None] * ring).flatten()
         sides = []
         for c in (torch.cos(angle), torch.cos(angle - t)):

@@ -46,22 +46,21 @@ class DepthScales:
 class Transition:
     """One layer h' = sigma_w / sqrt(n) W phi(h) + sigma_b b, W and b standard normal (NTK parametrisation).
 
-    On covariances K of zero-mean Gaussian h, with phihat(K) = E[phi(u) phi(v)] and mean(q) = E[phi(sqrt(q)
-    z)]:
+    On covariances K of zero-mean Gaussian h, with phihat(K) = E[phi(u) phi(v)] and mean(q) = E[phi(sqrt(q) z)]:
 
     - ``straight``: K' = sigma_w2 phihat(K) + sigma_b2;
-    - ``weight_mean``: K' = sigma_w2 (n - 1)/n (phihat(K) - mean(q) mean(q')) + sigma_b2, the rows of W
-      centred (Lemma 1; n = fan_in, the factor is 1 when fan_in is None);
-    - ``batch_norm``: K' = (phihat(K) - mean terms) / variance over the data, in the limit of width, then
-      batch, to infinity on data whose pairs are uncorrelated; sigma_w2 and sigma_b2 cancel.
+    - ``weight_mean``: K' = sigma_w2 (n - 1)/n (phihat(K) - mean(q) mean(q')) + sigma_b2, the rows of W centred (Lemma
+      1; n = fan_in, the factor is 1 when fan_in is None);
+    - ``batch_norm``: K' = (phihat(K) - mean terms) / variance over the data, in the limit of width, then batch, to
+      infinity on data whose pairs are uncorrelated; sigma_w2 and sigma_b2 cancel.
 
     The object itself maps *correlations*, at the variance q* that the layer maps to itself.
 
     Args:
         kind: one of the three.
         activation: a name, torch module or callable (see `activations.resolve`).
-        sigma_w2: multiplies 1/fan_in in the weight variance; ``"stable"`` makes q* = 1 a fixed point,
-            i.e. T(1) = 1: (1 - sigma_b2) / E[phi^2] or (1 - sigma_b2) n / ((n - 1) Var[phi]).
+        sigma_w2: multiplies 1/fan_in in the weight variance; ``"stable"`` makes q* = 1 a fixed point, i.e. T(1) = 1:
+            (1 - sigma_b2) / E[phi^2] or (1 - sigma_b2) n / ((n - 1) Var[phi]).
         sigma_b2: the variance of the biases.
         fan_in: n, for the exact finite-width factors of weight mean.
 
