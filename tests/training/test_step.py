@@ -101,19 +101,15 @@ def test_a_state_that_is_put_back_goes_on_bit_for_bit():
     assert all(map(torch.equal, one.tensors().values(), two.tensors().values()))
 
 
-@pytest.mark.parametrize("micro_batch", [0, 4])
-def test_fp16_scales_its_gradients(micro_batch):
-    half = trainer(precision="fp16", micro_batch=micro_batch)
-    assert half.scaler.is_enabled()
+@pytest.mark.parametrize(("precision", "micro_batch"), [("fp16", 0), ("fp16", 4), ("bf16", 0), ("bf16", 4)])
+def test_half_precision_follows_full_precision(precision, micro_batch):
+    half = trainer(precision=precision, micro_batch=micro_batch)
+    assert half.scaler.is_enabled() == (precision == "fp16")
     full = trainer()
     for step in range(3):
         a, b = half.step(*batch(), step)[0], full.step(*batch(), step)[0]
-    torch.testing.assert_close(a, b, rtol=0.02, atol=0.02)
-    torch.testing.assert_close(weights(half), weights(full), rtol=0.05, atol=0.01)
-
-
-def test_bf16():
-    assert tiny.in_a_process(tiny.in_bf16) == 0
+    torch.testing.assert_close(a, b, rtol=0.05, atol=0.05)
+    torch.testing.assert_close(weights(half), weights(full), rtol=0.1, atol=0.03)
 
 
 def test_a_loss_that_is_not_finite_in_parts():

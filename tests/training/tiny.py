@@ -10,7 +10,6 @@ import resource
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -216,10 +215,3 @@ def together(size: int, out: Path, **changes: Any) -> list[int]:
     meeting = out.with_suffix(".meeting")
     meeting.unlink(missing_ok=True)
     return in_processes(*((one_of, rank, size, meeting, out, changes) for rank in range(size)))
-
-
-def in_bf16() -> None:
-    """A short run in bf16, which some processors announce but cannot run without this setting."""
-    os.environ["ONEDNN_MAX_CPU_ISA"] = "AVX512_CORE_BF16"
-    with tempfile.TemporaryDirectory() as out:
-        assert train(out, precision="bf16", epochs=1, milestones=()).status == "done"
