@@ -53,11 +53,10 @@ def test_tangent_kernels(activation):
 @pytest.mark.parametrize("kind", ["straight", "weight_mean"])
 @pytest.mark.parametrize("activation", ["relu", "leaky_relu", "gelu", "silu", "tanh", "erf"])
 def test_fifty_layers_of_every_activation(kind, activation):
-    # a bias of 0.2 makes every variance map attract, so that a narrow network stays near the infinite one
-    t = Transition(kind, activation, sigma_b2=0.2)
-    # the chaotic NTK's off-diagonal is far below the noise of a diagonal that grew by chi1 per layer
-    agrees(montecarlo.theorem3(t, 0.5, 49, width=128, count=12), 0.15)
-    agrees(montecarlo.tangent_kernel(t, 0.5 if kind == "straight" else 1.0, 50, width=96, outputs=1, count=6), 0.3)
+    # with a bias of 0.4 every variance map attracts from anywhere and gradients shrink: narrow networks will do
+    t = Transition(kind, activation, sigma_b2=0.4)
+    agrees(montecarlo.theorem3(t, 0.5, 49, width=96, count=12), 0.1)
+    agrees(montecarlo.tangent_kernel(t, 0.5, 50, width=96, outputs=1, count=8), 0.25)
 
 
 @pytest.mark.parametrize("kind", ["straight", "weight_mean"])

@@ -179,7 +179,7 @@ def require_few_pairs(activation: Activation, pairs: int, layers: int = 1) -> No
     if pairs * layers > MAX_PAIRS:
         raise TheoryError(
             f"{activation.name!r} has no closed form, and {pairs} pairs of unequal variance in {layers} layer(s) would "
-            f"each need a double quadrature of 5 to 50 ms (limit {MAX_PAIRS}): its kinks are not at 0, or the variances "
+            f"each need a double quadrature of 5 to 50 ms (limit {MAX_PAIRS}): its kinks are off 0, or the variances "
             "exceed 50 or span a factor above 1,000. Give all inputs one norm, or use fewer points or a bias."
         )
 

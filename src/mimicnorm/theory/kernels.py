@@ -215,12 +215,12 @@ def _start(
             raise TheoryError("a Gram holds both sides already: leave x2 out and give Gram its rows and columns.")
         if (x.rows is None) != (x.columns is None):
             raise TheoryError("a Gram takes both rows and columns, or neither when it is square and symmetric.")
-        cross, same = torch.as_tensor(x.cross).detach().to(torch.float64), x.rows is None
+        cross, same = torch.as_tensor(x.cross, dtype=torch.float64).detach(), x.rows is None
         _require_finite("kernel", cross)
         if same and (cross.dim() != 2 or cross.shape[0] != cross.shape[1] or not torch.allclose(cross, cross.T)):
             raise TheoryError(f"Gram of shape {tuple(cross.shape)} is not symmetric: give its rows and columns.")
-        q1 = cross.diagonal() if x.rows is None else torch.as_tensor(x.rows).to(torch.float64)
-        q2 = q1 if x.columns is None else torch.as_tensor(x.columns).to(torch.float64)
+        q1 = cross.diagonal() if x.rows is None else torch.as_tensor(x.rows, dtype=torch.float64)
+        q2 = q1 if x.columns is None else torch.as_tensor(x.columns, dtype=torch.float64)
         if cross.shape != (len(q1), len(q2)):
             raise TheoryError(f"Gram of shape {tuple(cross.shape)} with {len(q1)} rows and {len(q2)} columns.")
     else:
