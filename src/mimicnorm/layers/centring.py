@@ -188,8 +188,7 @@ class _WeightMean(torch.autograd.Function):
         ctx.op, ctx.x_shape = op, x.shape
         ctx.save_for_backward(x if needs_weight or needs_scale else None, weight, scale, means)
         ctx.bias_dtype = None if bias is None else bias.dtype
-        centred = _subtract(weight, means, op)
-        return plain_call(x, centred if scale is None else centred.mul_(scale), bias, op)
+        return plain_call(x, _effective(weight, means, scale, op), bias, op)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
@@ -230,20 +229,21 @@ def _rows(weight: Tensor) -> Tensor:
 def _means(weight: Tensor, op: Op) -> Tensor:
     """The mean of each output channel, shaped to broadcast against (the grouped view of) the weight."""
     wide = widened(weight)
-    if op.transposed:
-        grouped = wide.unflatten(0, (op.groups, -1))
-        return grouped.mean((1, *range(3, grouped.dim())), keepdim=True)
-    rows = _rows(wide)
-    n = rows.shape[1]
-    # A matrix-vector product reads the weights at full bandwidth; a row reduction does not.
-    means = torch.mv(rows, rows.new_full((n,), 1.0 / n))
-    return means.reshape(-1, *(1,) * (weight.dim() - 1))
+    if not op.transposed:
+        return wide.mean(tuple(range(1, wide.dim())), keepdim=True)
+    grouped = wide.unflatten(0, (op.groups, -1))
+    return grouped.mean((1, *range(3, grouped.dim())), keepdim=True)
 
 
 def _subtract(weight: Tensor, means: Tensor, op: Op) -> Tensor:
     if op.transposed:
         return (weight.unflatten(0, (op.groups, -1)) - means).flatten(0, 1)
     return weight - means
+
+
+def _effective(weight: Tensor, means: Tensor, scale: Tensor | None, op: Op) -> Tensor:
+    centred = _subtract(weight, means, op)
+    return centred if scale is None else centred.mul_(scale)  # no third tensor
 
 
 def _scaled(weight: Tensor, scale: Tensor | None) -> Tensor:
