@@ -9,6 +9,7 @@ from typing import Any
 from mimicnorm.memory.units import format_bytes
 from mimicnorm.report.plots import Bar, Line, bars, curves
 from mimicnorm.report.summary import columns, rows, title
+from mimicnorm.steps import count
 
 COLOURS = 9
 _PLAN = ("module", "kind and role", "action", "fan-in", "gain", "v", "why")
@@ -44,10 +45,8 @@ def _lead(data: dict[str, Any]) -> str:
     sizes, s = data["data"], data["settings"]
     done = sum(len(m["runs"]) for m in data["methods"])
     planned = sum(m["seeds"] for m in data["methods"])
-    counts = {m["seeds"] for m in data["methods"]}
-    seeds = (
-        f"{min(counts)} seed{'s' * (min(counts) > 1)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)} seeds"
-    )
+    least, most = (f(m["seeds"] for m in data["methods"]) for f in (min, max))
+    seeds = count(most, "seed") if least == most else f"{least} to {most} seeds"
     text = (
         f"<p>The same network, {escape(s['model'])}, was trained on the same {sizes['train']:,} images of "
         f"{escape(s['data'])} ({sizes['classes']} classes, {' x '.join(map(str, sizes['shape']))}) under each method, "

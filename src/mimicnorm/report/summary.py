@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mimicnorm.memory.units import format_bytes
+from mimicnorm.steps import count
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -91,7 +92,7 @@ def table(data: dict[str, Any]) -> Table:
 
     made = Table(title=title(data), box=box.SIMPLE, pad_edge=False, collapse_padding=True)
     for number, column in enumerate(columns(data)):
-        made.add_column(column.heading, justify="right" if number else "left", no_wrap=True)
+        made.add_column(column.heading, justify="right" if number else "left", no_wrap=not number)
     for row in rows(data):
         made.add_row(*row)
     return made
@@ -107,8 +108,8 @@ def title(data: dict[str, Any]) -> str:
     """
     s = data["settings"]
     width = f" (width {s['width']:g})" if s["width"] != 1 else ""
-    count = f"{len(data['methods'])} method{'s' * (len(data['methods']) > 1)}"
-    return f"{s['model']}{width} on {s['data']}: {count}, {data['data']['train']:,} images, {s['epochs']} epochs"
+    methods, epochs = count(len(data["methods"]), "method"), count(s["epochs"], "epoch")
+    return f"{s['model']}{width} on {s['data']}: {methods}, {data['data']['train']:,} images, {epochs}"
 
 
 def _accuracy(m: dict[str, Any]) -> str:
