@@ -61,7 +61,7 @@ class Options:
         try:
             data = run(job, out, data_dir=self.data_dir, device=self.device, jobs=self.jobs)
         except KeyboardInterrupt:  # between two runs; inside one it is a result
-            data = {"status": "interrupted", "signal": 2}
+            data = dict[str, Any](status="interrupted", signal=2)
         if data["status"] == "interrupted":
             print(f"interrupted; what is finished is in {out}. The same command goes on from there", file=sys.stderr)
             raise SystemExit(128 + (data["signal"] or 2))
