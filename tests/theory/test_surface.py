@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import importlib
+import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,3 +37,17 @@ def test_layers_of_like_variances_share_one():
 def test_there_is_none_where_it_would_not_converge(name, largest):
     q = torch.tensor([0.5, largest], dtype=torch.float64)
     assert surface(resolve(name), q, q) is None
+
+
+def test_a_kink_off_zero_makes_a_cone_that_no_polynomial_follows():
+    phi, chebyshev = resolve("hardtanh"), np.polynomial.chebyshev
+
+    def slope(log_q):
+        return dual._double_quadrature(phi, 1.0, math.exp(log_q), 1.0)[1]
+
+    errors = []
+    for count in (16, 32, 64):
+        nodes = chebyshev.chebpts1(count)
+        fit = chebyshev.chebfit(nodes, [slope(math.log(4) * t) for t in nodes], count - 1)
+        errors.append(abs(chebyshev.chebval(0.0, fit) - slope(0.0)))
+    assert errors == pytest.approx([0.0106, 0.0052, 0.0026], rel=0.02)
