@@ -206,7 +206,7 @@ def time() -> str:
 def exactness() -> str:
     """One row per network, one pair of columns per way; a dash where it has not been measured."""
     ways = ("exact", "randomness", "ranks", "traced", "compiled")
-    rows = {way: load(f"microbatch-{way}")["rows"] for way in ways}
+    rows = {way: load(f"microbatch-{way}").get("rows", []) for way in ways}
     networks = list(dict.fromkeys(r["network"] for r in rows["exact"]))
     lines = []
     for network in networks:

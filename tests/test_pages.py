@@ -1,0 +1,26 @@
+"""The tables of the pages are those that the benchmarks' results make."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+_spec = importlib.util.spec_from_file_location("pages", ROOT / "benchmarks" / "pages.py")
+assert _spec is not None
+assert _spec.loader is not None
+pages = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(pages)
+
+
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_a_page_has_what_the_results_say(page):
+    text = (ROOT / page).read_text()
+    assert pages.filled(text) == text, "run python benchmarks/pages.py"
+
+
+def test_every_block_is_on_a_page():
+    text = "".join((ROOT / page).read_text() for page in pages.PAGES)
+    assert all(f"<!-- results: {name} -->" in text for name in pages.MAKERS)
