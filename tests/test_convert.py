@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from mimicnorm import record
 from mimicnorm.errors import CheckError, InitError, MimicNormError, RefusedError
 from mimicnorm.layers import LastNorm, LastNormed, Shift, WeightMean
 from mimicnorm.methods import BatchNorm, LastBN, MimicNorm, NoNorm
@@ -194,6 +195,14 @@ def test_convert_twice_is_refused_and_batchnorm_changes_nothing():
     report = convert_(original, BatchNorm(), example=(2, 3, 8, 8))
     assert sum(isinstance(m, _BatchNorm) for m in original.modules()) == report.totals()["left"] == 8
     convert_(original, SMALL, example=(2, 3, 8, 8))
+
+
+def test_conversion_takes_two_passes(monkeypatch):
+    passes = []
+    once = record._record
+    monkeypatch.setattr(record, "_record", lambda *args: passes.append(args) or once(*args))
+    convert_(nets.resnet(), SMALL, example=(2, 3, 8, 8))
+    assert len(passes) == 2  # one to plan, one to see that the result runs
 
 
 def test_inference_mode_is_refused_in_one_sentence():
