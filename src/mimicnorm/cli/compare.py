@@ -37,8 +37,8 @@ class Options:
     """Rounds of timed steps in which the methods take turns; 0 times nothing."""
     largest_lr: bool = False
     """Also search each method's largest stable learning rate."""
-    jobs: int = 1
-    """Train so many runs at once, each in a process with its share of the threads."""
+    jobs: int = 0
+    """Train so many runs at once, each in a process with its share of the threads; 0 is two on a CPU, one on a GPU."""
     device: str = "auto"
     """cpu, cuda, ...; auto is the GPU if there is one."""
 
@@ -50,7 +50,7 @@ class Options:
         from mimicnorm.compare import Job, base_recipe, contestants, run
         from mimicnorm.errors import RecipeError
 
-        for name, least in (("seeds", 1), ("rounds", 0), ("jobs", 1)):
+        for name, least in (("seeds", 1), ("rounds", 0), ("jobs", 0)):
             if getattr(self, name) < least:
                 raise RecipeError(f"--{name} must be at least {least}, not {getattr(self, name)}")
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe) if f.name not in _PER_RUN}

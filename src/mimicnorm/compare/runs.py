@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from mimicnorm.training.loop import train
 from mimicnorm.training.recipes import Recipe
 
 Finished = tuple[Contestant, int, Result]
+SECONDS_BETWEEN_LINES = 20.0
 
 
 def folder_of(contestant: Contestant, seed: int) -> str:
@@ -63,13 +65,17 @@ def _at_once(
             pool.submit(_train, job.run_recipe(c, seed), out / folder_of(c, seed), data_dir, device): (c, seed)
             for c, seed in runs
         }
+        pending, number = set(waiting), 0
         try:
-            for number, done in enumerate(as_completed(waiting), 1):
-                contestant, seed = waiting[done]
-                result = done.result()
-                if result.status != "interrupted":
-                    say(f"[{number}/{len(runs)}] {contestant.label}, seed {seed}: {_outcome(result)}", flush=True)
-                yield contestant, seed, result
+            while pending:
+                ended, pending = wait(pending, SECONDS_BETWEEN_LINES, FIRST_COMPLETED)
+                if not ended:
+                    say(_standing(job, out), flush=True)
+                for contestant, seed, result in ((*waiting[future], future.result()) for future in ended):
+                    number += 1
+                    if result.status != "interrupted":
+                        say(f"[{number}/{len(runs)}] {contestant.label}, seed {seed}: {_outcome(result)}", flush=True)
+                    yield contestant, seed, result
         except KeyboardInterrupt:
             say("stopping: every run finishes its step and saves", flush=True)
             yield runs[0][0], runs[0][1], Result("interrupted", 0, [], 2)
@@ -79,6 +85,18 @@ def _at_once(
 
 def _train(recipe: Recipe, folder: Path, data_dir: Any, device: str) -> Result:
     return train(recipe, folder, data_dir=data_dir, progress=False, device=device)
+
+
+def _standing(job: Job, out: Path) -> str:
+    """Where the runs are that have begun and not ended."""
+    standing = []
+    for contestant, seed in job.runs():
+        folder = out / folder_of(contestant, seed)
+        if (folder / "metrics.jsonl").exists() and not (folder / "result.json").exists():
+            epochs = [line for line in (folder / "metrics.jsonl").read_text().splitlines() if '"top1"' in line]
+            latest = f", top-1 {json.loads(epochs[-1])['top1']:.1%}" if epochs else ""
+            standing.append(f"{contestant.label} seed {seed}: epoch {len(epochs)}/{job.recipe.epochs}{latest}")
+    return "    " + ("; ".join(standing) or "starting")
 
 
 def _outcome(result: Result) -> str:
