@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import multiprocessing.connection
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from pathlib import Path
@@ -60,7 +65,7 @@ def _at_once(
     runs = job.runs()
     threads = max(1, torch.get_num_threads() // jobs)
     start = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, start, initializer=torch.set_num_threads, initargs=(threads,)) as pool:
+    with ProcessPoolExecutor(jobs, start, initializer=_begin, initargs=(threads,)) as pool:
         waiting = {
             pool.submit(_train, job.run_recipe(c, seed), out / folder_of(c, seed), data_dir, device): (c, seed)
             for c, seed in runs
@@ -81,6 +86,21 @@ def _at_once(
             yield runs[0][0], runs[0][1], Result("interrupted", 0, [], 2)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _begin(threads: int) -> None:
+    torch.set_num_threads(threads)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A process whose parent was killed would wait for work for ever: save, then end."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    multiprocessing.connection.wait([parent.sentinel])
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(10)  # for a run to finish its step; what is on disk is whole in any case
+    os._exit(1)
 
 
 def _train(recipe: Recipe, folder: Path, data_dir: Any, device: str) -> Result:
