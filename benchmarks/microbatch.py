@@ -305,7 +305,7 @@ def figures() -> None:
     axes.set_ylim(floor, 100)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes := (1, 2, 4, 16, 64), [str(s) for s in sizes])
-    axes.set_xlabel(f"micro-batch (batch {data['settings']['batch']} in all)")
+    axes.set_xlabel(f"micro-batch (batch {(data | data['settings'])['batch']} in all)")
     axes.set_ylabel("test accuracy on digits, %")
     axes.legend(frameon=False, fontsize=8, loc="lower right")
     figure.savefig(FIGURES / "microbatch-accuracy.png", dpi=150)

@@ -83,7 +83,8 @@ def backward(
         The loss of the whole batch, detached; with ``return_outputs``, the pair of it and the outputs.
 
     Example:
-        >>>         >>> net = nn.Sequential(nn.Linear(3, 4), LastNorm(4))
+        >>> from mimicnorm.layers import LastNorm
+        >>> net = nn.Sequential(nn.Linear(3, 4), LastNorm(4))
         >>> x, y = torch.randn(32, 3), torch.randint(4, (32,))
         >>> loss = backward(net, nn.functional.cross_entropy, x, y, micro_batch=5)
         >>> net[0].weight.grad.shape
