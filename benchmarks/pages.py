@@ -206,7 +206,9 @@ def time() -> str:
 def exactness() -> str:
     """One row per network, one pair of columns per way; a dash where it has not been measured."""
     ways = ("exact", "randomness", "ranks", "traced", "compiled")
-    rows = {way: load(f"microbatch-{way}").get("rows", []) for way in ways}
+    files = {way: load(f"microbatch-{way}") for way in ways}
+    # The inductor file on record is of an earlier form: fp64, two networks.
+    rows = {w: [{"dtype": "float64", **r} for r in f.get("rows", f.get("gradient_fp64"))] for w, f in files.items()}
     networks = list(dict.fromkeys(r["network"] for r in rows["exact"]))
     lines = []
     for network in networks:
