@@ -15,6 +15,7 @@ from whole_and_parts import (
     SavedBytes,
     Segmenter,
     SharedHead,
+    Tempered,
     WithFeatures,
     batch,
     converted,
@@ -57,15 +58,6 @@ def test_gradient_loss_statistics_and_outputs(make, loss_fn, micro_batch):
     torch.testing.assert_close(value, loss)
     torch.testing.assert_close(outputs, expected)
     torch.testing.assert_close(state(net), state(whole))
-
-
-class Tempered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits * self.temperature, targets)
 
 
 def test_parameters_of_the_loss_a_scaler_and_a_denominator():

@@ -9,22 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from whole_and_parts import Classifier, Pooled, batch, converted, full_batch, gradient, relative_error
+from whole_and_parts import Classifier, Pooled, Tempered, batch, converted, full_batch, gradient, relative_error
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers import LastNorm
 from mimicnorm.microbatch import LastNormCrossEntropy, backward
 
 EXACT = 1e-12
-
-
-class Tempered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.temperature = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
-
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return F.cross_entropy(logits * self.temperature, targets)
 
 
 def test_parameters_of_the_loss_get_their_gradient():

@@ -88,6 +88,17 @@ class WithFeatures(Classifier):
         return self.fc(y), y, None
 
 
+class Tempered(nn.Module):
+    """A loss with a parameter of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.3, dtype=torch.float64))
+
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(logits * self.temperature, targets)
+
+
 class SharedHead(Classifier):
     """One head for two views, each with statistics of its own."""
 
