@@ -32,6 +32,7 @@ class Method:
         scales_bias: Whether a branch's scalar stands behind its last bias, not before it.
         zeroes: Whether the last layers of branches and the head start at zero, the others scaled by their number.
         own_init: Whether it prescribes starting weights for any network, so that nothing is calibrated.
+        scalar_rate: The learning rate of its single numbers over that of the rest, where its authors prescribe one.
     """
 
     name: ClassVar[str]
@@ -44,6 +45,7 @@ class Method:
     scales_bias: ClassVar[bool] = False
     zeroes: ClassVar[bool] = False
     own_init: ClassVar[bool] = False
+    scalar_rate: ClassVar[float] = 1.0
     residual: ClassVar[Residual] = None
     min_fan_in: ClassVar[int] = 1
     last_norm: ClassVar[bool] = False
@@ -163,6 +165,7 @@ class Fixup(Method):
     needs_branches = True
     zeroes = True
     own_init = True
+    scalar_rate = 0.1
 
     def branch_scale(self, v: float) -> float | None:
         """One: it is the branch's last layer that starts at zero."""

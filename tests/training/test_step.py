@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mimicnorm.errors import NonFiniteError
+from mimicnorm.errors import NonFiniteError, RecipeError
 from mimicnorm.layers import LastNormed
+from mimicnorm.training import recipe
 from mimicnorm.training.build import network
 from mimicnorm.training.processes import Processes
 from mimicnorm.training.step import Trainer
@@ -76,6 +77,21 @@ def test_scalars_and_biases_are_decayed_only_if_asked():
     assert {p.dim() for p in decayed["params"]} == {2, 4}
     assert {p.dim() for p in free["params"]} == {1}
     assert len(decayed["params"]) + len(free["params"]) == len(list(both.bare.parameters()))
+
+
+def test_single_numbers_have_the_rate_of_the_methods_authors():
+    def rates(**changes) -> dict[float, set[int]]:
+        r = recipe("digits-resnet10", width=0.0625, warmup_epochs=0.0, lr=0.05, **changes)
+        t = Trainer(r, network(r, tiny.SOURCES[0]), ALONE, 7)
+        t.step(*batch(), 0)
+        return {g["lr"]: {p.numel() == 1 for p in g["params"]} for g in t.optimizer.param_groups}
+
+    assert rates(method="fixup") == {0.05: {False}, 0.05 * 0.1: {True}}
+    assert rates(method="fixup", scalar_rate=1.0) == {0.05: {False, True}}
+    assert rates(method="mimicnorm") == {0.05: {False, True}}
+    assert rates(method="mimicnorm", scalar_rate=0.5) == {0.05: {False}, 0.025: {True}}
+    with pytest.raises(RecipeError, match="scalar_rate=0: it must be above 0"):
+        rates(scalar_rate=0)
 
 
 @pytest.mark.parametrize("method", ["batchnorm", "mimicnorm", "nonorm"])

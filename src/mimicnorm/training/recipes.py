@@ -55,6 +55,9 @@ class Recipe:
     """Weight decay of SGD."""
     decay_scalars: bool = True
     """Decay biases, residual scalars and BatchNorm's affine parameters, too, as the paper's authors do."""
+    scalar_rate: float | None = None
+    """Multiplies the learning rate of parameters that are single numbers; None is as the method's authors do: 0.1 for
+    Fixup, 1 for the others."""
     warmup_epochs: float = 2.0
     """Epochs in which the learning rate rises linearly from 0."""
     milestones: tuple[int, ...] = (80, 110, 135)
@@ -77,8 +80,8 @@ class Recipe:
         for name, least in (("batch", 1), ("epochs", 1), ("log_every", 1), ("limit", 0), ("micro_batch", 0)):
             if getattr(self, name) < least:
                 raise RecipeError(f"{name}={getattr(self, name)}: it must be at least {least}")
-        for name in ("lr", "width", "gamma"):
-            if not getattr(self, name) > 0:
+        for name in ("lr", "width", "gamma", "scalar_rate"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise RecipeError(f"{name}={getattr(self, name)}: it must be above 0")
         for name in ("momentum", "weight_decay", "warmup_epochs", "test_limit", "seed"):
             if not getattr(self, name) >= 0:

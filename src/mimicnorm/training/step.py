@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mimicnorm import microbatch
 from mimicnorm.errors import CheckpointError, MicroBatchError, NonFiniteError
+from mimicnorm.methods import method
 from mimicnorm.training.processes import Processes
 from mimicnorm.training.recipes import Recipe
 from mimicnorm.training.schedule import learning_rate, mixed_seed
@@ -47,7 +48,7 @@ class Trainer:
         """
         torch.manual_seed(mixed_seed(self.recipe.seed, "step", step, self.processes.rank))
         for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.recipe, step, self.steps_per_epoch)
+            group["lr"] = learning_rate(self.recipe, step, self.steps_per_epoch) * group["rate"]
         self.optimizer.zero_grad()
         images = images.to(memory_format=self.format)
         with self.autocast():
@@ -126,12 +127,14 @@ class Trainer:
 
 
 def _groups(recipe: Recipe, model: nn.Module) -> list[dict]:
-    learnt = [p for p in model.parameters() if p.requires_grad]
-    if recipe.decay_scalars:
-        return [{"params": learnt, "weight_decay": recipe.weight_decay}]
-    by_rank = ([p for p in learnt if p.dim() > 1], [p for p in learnt if p.dim() <= 1])
-    decays = (recipe.weight_decay, 0.0)
-    return [{"params": p, "weight_decay": d} for p, d in zip(by_rank, decays, strict=True) if p]
+    """Parameters by weight decay and by their rate over the recipe's."""
+    slower = method(recipe.method).scalar_rate if recipe.scalar_rate is None else recipe.scalar_rate
+    groups: dict[tuple[float, float], list[Tensor]] = {}
+    for p in model.parameters():
+        if p.requires_grad:
+            decay = recipe.weight_decay if p.dim() > 1 or recipe.decay_scalars else 0.0
+            groups.setdefault((decay, slower if p.numel() == 1 else 1.0), []).append(p)
+    return [{"params": held, "weight_decay": decay, "rate": rate} for (decay, rate), held in groups.items()]
 
 
 def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
