@@ -74,7 +74,7 @@ def base_recipe(data: str = "digits", **changes: Any) -> Recipe:
     fitted = {
         "data": data,
         "milestones": tuple(round(m * epochs / paper.epochs) for m in paper.milestones),
-        "warmup_epochs": min(1.0, epochs / 4),
+        "warmup_epochs": min(paper.warmup_epochs, epochs / 4),
         "width": 1.0 if ":" in given.get("model", "") else base.width,  # other packages' networks have one width
     }
     return dataclasses.replace(base, **{**fitted, **given})  # pyrefly: ignore

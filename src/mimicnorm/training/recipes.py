@@ -109,7 +109,7 @@ def _imagenet(model: str, **changes: object) -> Recipe:
 def _desk(paper: Recipe, epochs: int, **changes: object) -> Recipe:
     """A narrow network and few epochs, the milestones in proportion: minutes on two cores."""
     milestones = tuple(round(m * epochs / paper.epochs) for m in paper.milestones)
-    scaled = {"epochs": epochs, "milestones": milestones, "warmup_epochs": 1.0, "width": 0.25, "batch": 128}
+    scaled = {"epochs": epochs, "milestones": milestones, "width": 0.25, "batch": 128}
     return dataclasses.replace(paper, **{**scaled, **changes})  # pyrefly: ignore
 
 
