@@ -41,6 +41,7 @@ from profiled_step import profiled_peak
 
 MIB = 2**20
 FIGURES = Path(ROOT, "docs", "figures")
+THREE = ("batchnorm", "mimicnorm", "nonorm")
 FIVE = ("resnet50", "resnet18", "vgg16_bn", "shufflenet_v2_x0_5", "densenet121")
 
 
@@ -66,7 +67,7 @@ def ratios() -> None:
             if setting == "compile":
                 model.compile()
             autocast = torch.bfloat16 if setting == "bf16 autocast" else None
-            result = memory.compare(model, (batch, 3, image, image), autocast=autocast)
+            result = memory.compare(model, (batch, 3, image, image), THREE, autocast=autocast)
             saved = {method: analysis.saved_bytes_per_sample / MIB for method, analysis in result.analyses.items()}
             row = {
                 "network": name,
@@ -88,7 +89,7 @@ def peak() -> None:
     memory.measure(model, (batch, 3, image, image))
     seconds = time.process_time() - start
     resident_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    result = memory.compare(model, (batch, 3, image, image), budget=budget)
+    result = memory.compare(model, (batch, 3, image, image), THREE, budget=budget)
     print(result)
     memory.plot(result, FIGURES / "memory-resnet50.png")
     rows = result.as_dict()
@@ -149,13 +150,10 @@ def prediction() -> None:
                     "batch": batch,
                     "optimizer": optimizer,
                     "predicted_bytes": predicted,
-                    "profiled_bytes": real.all_bytes,
-                    "profiled_bytes_without_convolution_workspaces": real.tensor_bytes,
-                    "error": predicted / real.all_bytes - 1,
-                    "error_without_convolution_workspaces": predicted / real.tensor_bytes - 1,
+                    "profiled_bytes": real,
+                    "error": predicted / real - 1,
                 }
-                errors = (key for key in row if key.startswith("error"))
-                rows.add(row, worst={key: max((r[key] for r in (*rows.rows, row)), key=abs) for key in errors})
+                rows.add(row, worst_error=max((r["error"] for r in (*rows.rows, row)), key=abs))
                 gc.collect()
 
 
@@ -279,7 +277,7 @@ def alternatives() -> None:
         ratios = [mine / baseline for mine, baseline in zip(seconds[name], seconds["BatchNorm"], strict=True)]
         real = profiled_peak(make, (batch, 3, image, image), "sgd-momentum")
         rows[name] |= {
-            "profiled_peak_mib": real.all_bytes / MIB,
+            "profiled_peak_mib": real / MIB,
             "seconds_per_step": seconds[name],
             "median_seconds_over_batchnorm": statistics.median(ratios),
         }

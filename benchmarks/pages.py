@@ -110,32 +110,20 @@ def peak() -> str:
 
 def prediction() -> str:
     rows = load("memory-prediction")["rows"]
-    tensors, everything = "error_without_convolution_workspaces", "error"
-    beyond = [r for r in rows if abs(r[everything]) > 0.02]
-    names = list(dict.fromkeys(r["network"] for r in rows))
 
-    def extreme(of: Iterable[dict], key: str) -> dict:
-        return max(of, key=lambda r: abs(r[key]))
+    def worst(of: Iterable[dict]) -> float:
+        return max((r["error"] for r in of), key=abs)
 
-    far, near = extreme(rows, everything), extreme(rows, tensors)
-    which = {named(n): sum(r["network"] == n for r in beyond) for n in names}
     text = prose(
-        f"The 2 % hold for tensors in {sum(abs(r[tensors]) <= 0.02 for r in rows)} of {len(rows)} steps; the largest "
-        f"error is {abs(near[tensors]):.2%}. Of everything that the CPU allocates, workspaces inside of convolutions "
-        f"included, they hold in {len(rows) - len(beyond)} of {len(rows)} steps. In the others the prediction is too "
-        f"low, at worst by {-far[everything]:.1%} ({named(far['network'])}, batch {far['batch']}); they belong to "
-        f"{', '.join(f'{n} ({count})' for n, count in which.items() if count)}."
+        f"The prediction is within 2 % in {sum(abs(r['error']) <= 0.02 for r in rows)} of {len(rows)} steps; the largest "
+        f"error is {worst(rows):.2%}."
     )
     lines = []
-    for name in names:
+    for name in dict.fromkeys(r["network"] for r in rows):
         own = [r for r in rows if r["network"] == name]
         measured = [r["profiled_bytes"] / MIB for r in own]
-        errors = [f"{extreme(own, k)[k]:.2%}".replace("-0.00%", "0.00%") for k in (tensors, everything)]
-        lines.append([named(name), f"{min(measured):.0f} to {max(measured):.0f}", *errors])
-    head = (
-        "network | measured peak, MiB (batch 8 to 32) | worst error on tensors | worst error on all that was allocated"
-    )
-    return f"{text}\n\n{table(head, lines)}"
+        lines.append([named(name), f"{min(measured):.0f} to {max(measured):.0f}", f"{worst(own):+.4%}"])
+    return f"{text}\n\n{table('network | measured peak, MiB (batch 8 to 32) | worst error', lines)}"
 
 
 def inductor() -> str:

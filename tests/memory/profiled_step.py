@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -13,37 +12,18 @@ from torch._C._profiler import _EventType
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
-MEASURED = "measured step"
-CONVOLUTIONS = ("aten::mkldnn_convolution", "aten::convolution_backward")
+MEASURED = "measured"
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
 }
 
 
-@dataclass(frozen=True)
-class ProfiledPeak:
-    """The largest sum of live allocations during the second step of a training."""
+def profiled_peak(make_model: Callable[[], nn.Module], shape: tuple[int, ...], optimizer: str) -> int:
+    """Build, train two steps, and return the largest sum of live allocations during the second one.
 
-    all_bytes: int
-    """Everything PyTorch's CPU allocator handed out."""
-    tensor_bytes: int
-    """Without what one convolution allocates and frees again itself: oneDNN's scratchpads and layout copies."""
-
-
-@dataclass(frozen=True)
-class _Event:
-    time_ns: int
-    address: int
-    size_bytes: int  # negative: freed
-    convolution: int | None  # the call it happened in
-    measured: bool
-
-
-def profiled_peak(make_model: Callable[[], nn.Module], shape: tuple[int, ...], optimizer: str) -> ProfiledPeak:
-    """Build, train two steps, and add up the allocator's events of the second one.
-
-    Everything is made under the profiler, so that the events from the first on give the absolute amount.
+    Everything that PyTorch's CPU allocator hands out counts, inside of operations too. Everything is made under the
+    profiler, so that the events from the first on give the absolute amount.
     """
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
@@ -58,41 +38,31 @@ def profiled_peak(make_model: Callable[[], nn.Module], shape: tuple[int, ...], o
                 loss.backward()
                 stepper.step()
             del output, loss
-    return _peak(_events(profiler))
+    return max(alive for alive, measured in _alive(profiler) if measured)
 
 
-def _events(profiler: profile) -> list[_Event]:
-    events: list[_Event] = []
+def profiled_workspace(operation: Callable[[], Any]) -> tuple[Any, int]:
+    """Run one operation; return its result, and by how much the most that it held exceeds what it left."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler, record_function(MEASURED):
+        result = operation()
+    alive = [0] + [bytes_ for bytes_, measured in _alive(profiler) if measured]
+    return result, max(alive) - alive[-1]
 
-    def visit(node, convolution: int | None, measured: bool) -> None:
+
+def _alive(profiler: profile) -> Iterator[tuple[int, bool]]:
+    """Bytes alive after each event of the allocator, and whether it happened in the measured part."""
+    events: list[tuple[int, int, bool]] = []
+
+    def visit(node, measured: bool) -> None:
         if node.tag == _EventType.Allocation:
-            fields = node.extra_fields
-            events.append(_Event(node.start_time_ns, fields.ptr, fields.alloc_size, convolution, measured))
-        if convolution is None and node.name in CONVOLUTIONS:
-            convolution = node.id
+            events.append((node.start_time_ns, node.extra_fields.alloc_size, measured))
         for child in node.children:
-            visit(child, convolution, measured or node.name == MEASURED)
+            visit(child, measured or node.name == MEASURED)
 
     assert profiler.profiler is not None
     for root in profiler.profiler.kineto_results.experimental_event_tree():
-        visit(root, None, False)
-    return sorted(events, key=lambda event: event.time_ns)
-
-
-def _peak(events: list[_Event]) -> ProfiledPeak:
-    born: dict[int, int] = {}
-    workspace: set[int] = set()
-    for index, event in enumerate(events):
-        if event.size_bytes > 0:
-            born[event.address] = index
-            continue
-        birth = born.pop(event.address, None)
-        if birth is not None and event.convolution is not None and events[birth].convolution == event.convolution:
-            workspace |= {birth, index}
-    alive = alive_tensors = peak = peak_tensors = 0
-    for index, event in enumerate(events):
-        alive += event.size_bytes
-        alive_tensors += 0 if index in workspace else event.size_bytes
-        if event.measured:
-            peak, peak_tensors = max(peak, alive), max(peak_tensors, alive_tensors)
-    return ProfiledPeak(peak, peak_tensors)
+        visit(root, False)
+    alive = 0
+    for _, size, measured in sorted(events):
+        alive += size  # negative: freed
+        yield alive, measured

@@ -5,9 +5,12 @@ import torch
 import zoo
 from torch import nn
 
-from mimicnorm.errors import MemoryPredictionError, NameNotFoundError
+import mimicnorm as mn
+from mimicnorm.errors import MemoryPredictionError, NameNotFoundError, RefusedError
 from mimicnorm.memory import compare, largest_batch, measure
-from mimicnorm.methods import BatchNorm, MimicNorm, NoNorm
+from mimicnorm.methods import METHODS, BatchNorm, MimicNorm, NoNorm
+
+BOTH = (BatchNorm(), MimicNorm())
 
 
 def small():
@@ -20,7 +23,7 @@ def small():
 
 @pytest.fixture(scope="module")
 def resnet18():
-    return compare(zoo.torchvision().models.resnet18(), (8, 3, 224, 224))
+    return compare(zoo.torchvision().models.resnet18(), (8, 3, 224, 224), ["batchnorm", "mimicnorm", "nonorm"])
 
 
 def test_half_of_a_resnets_activations_go(resnet18):
@@ -37,9 +40,33 @@ def test_the_first_row_is_the_network_as_it_is(resnet18):
     assert "largest" not in str(resnet18)
 
 
+def test_without_names_every_method_is_shown_or_refused_with_its_reason():
+    result = compare(small(), (4, 3, 32, 32))
+    assert list(result.analyses)[:3] == ["batchnorm", "mimicnorm", "nonorm"]
+    assert result.refused.keys() == {"fixup", "skipinit"}
+    assert result.analyses.keys() | result.refused.keys() == METHODS.keys()
+    assert "fixup: Fixup is made for residual branches, and this network has none" in " ".join(str(result).split())
+    assert json.loads(json.dumps(result.as_dict()))["refused"] == result.refused
+
+
+def test_a_method_asked_for_by_name_is_an_error_where_it_cannot_be_applied():
+    with pytest.raises(RefusedError, match="residual branches"):
+        compare(small(), (4, 3, 32, 32), ["batchnorm", "fixup"])
+    with pytest.raises(RefusedError, match="no BatchNorm"):
+        compare(nn.Sequential(nn.Linear(3, 4)), (4, 3))
+
+
+def test_a_budget_may_be_enough_for_one_method_only():
+    needed = measure(mn.convert(small(), NoNorm(), example=(2, 3, 64, 64), init=None), (1, 3, 64, 64)).peak_bytes
+    result = compare(small(), (8, 3, 64, 64), ["batchnorm", "nonorm"], budget=needed)
+    assert result.largest_batches == {"batchnorm": 0, "nonorm": 1}
+    with pytest.raises(MemoryPredictionError, match="Raise the budget"):
+        compare(small(), (8, 3, 64, 64), BOTH, budget=100_000)
+
+
 def test_the_table_and_the_dictionary_show_every_method():
     result = compare(small(), (8, 3, 32, 32), budget="256 MiB")
-    assert result.largest_batches["mimicnorm"] > 1.4 * result.largest_batches["batchnorm"]
+    assert result.largest_batches["mimicnorm"] > 1.15 * result.largest_batches["batchnorm"]
     assert result.largest_batches["batchnorm"] == largest_batch(small(), (8, 3, 32, 32), "256 MiB")
     text = str(result)
     assert "largest batch in 256.00 MiB" in text
@@ -88,6 +115,6 @@ class NeedsValues(nn.Module):
 def test_models_that_need_values_are_pointed_to_real_tensors_and_compared_there(how, example):
     with pytest.raises(MemoryPredictionError, match=r"needs values, not only shapes .*fake=False"):
         compare(NeedsValues(how), example)
-    result = compare(NeedsValues(how), example, fake=False, budget="4 MiB")
+    result = compare(NeedsValues(how), example, BOTH, fake=False, budget="4 MiB")
     assert result.saved_ratio("mimicnorm") < 0.7
     assert result.largest_batches["mimicnorm"] > result.largest_batches["batchnorm"]

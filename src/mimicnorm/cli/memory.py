@@ -26,8 +26,8 @@ class Memory:
     """Multiplies the channels of a network of this package."""
     shape: tuple[int, ...] | None = None
     """The whole input shape, batch first, for inputs that are no square images."""
-    methods: str = "batchnorm,mimicnorm,nonorm"
-    """Methods to compare, separated by commas: those of ``convert --method``."""
+    methods: str | None = None
+    """Methods to compare, separated by commas: those of ``convert --method``. All that the network takes if not given."""
     optimizer: str = "sgd-momentum"
     """sgd-momentum, sgd, adamw, or none."""
     budget: str | None = None
@@ -53,9 +53,11 @@ class Memory:
         from mimicnorm.models import find
         from mimicnorm.models.lookup import image_size
 
-        chosen = [method(name.strip()) for name in self.methods.split(",") if name.strip()]
-        if not chosen:
-            raise MemoryPredictionError("--methods names no method: give some, such as batchnorm,mimicnorm")
+        chosen = None
+        if self.methods is not None:
+            chosen = [method(name.strip()) for name in self.methods.split(",") if name.strip()]
+            if not chosen:
+                raise MemoryPredictionError("--methods names no method: give some, such as batchnorm,mimicnorm")
         if self.optimizer not in (*OPTIMIZERS, "none"):
             known = ", ".join(OPTIMIZERS)
             raise MemoryPredictionError(f"--optimizer {self.optimizer!r} is not known: give one of {known}, none")

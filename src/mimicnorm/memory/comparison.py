@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from mimicnorm.errors import MemoryPredictionError
+from mimicnorm.errors import MemoryPredictionError, RefusedError
 from mimicnorm.memory.analysis import Analysis, as_text
 from mimicnorm.memory.budget import largest_batch
-from mimicnorm.memory.replica import first_samples
+from mimicnorm.memory.replica import first_line, first_samples
 from mimicnorm.memory.step import Loss, MakeOptimizer, measure
 from mimicnorm.memory.units import format_bytes, parse_bytes
-from mimicnorm.methods import Method, as_method, settings
+from mimicnorm.methods import METHODS, Method, as_method, settings
 from mimicnorm.surgery import convert
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+EVERY = tuple(dict.fromkeys(("batchnorm", "mimicnorm", "nonorm", *METHODS)))
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,10 @@ class Comparison:
 
     analyses: dict[str, Analysis]
     largest_batches: dict[str, int]
-    """Empty if no budget was given."""
+    """Empty if no budget was given; 0 where the budget allows no batch at all."""
     budget_bytes: int | None = None
+    refused: dict[str, str] = field(default_factory=dict)
+    """Why the other methods cannot be applied to this network; empty if the methods were named."""
 
     def saved_ratio(self, name: str) -> float:
         """Saved bytes of a method over those of the first one."""
@@ -51,15 +55,19 @@ class Comparison:
         if self.budget_bytes is not None:
             table.add_column(f"largest batch in {format_bytes(self.budget_bytes)}", justify="right")
         for name, analysis in self.analyses.items():
-            cells = [
+            table.add_row(
+                name,
                 format_bytes(round(analysis.saved_bytes_per_sample)),
                 f"{self.saved_ratio(name):.3f}",
                 format_bytes(analysis.peak_bytes),
                 f"{self.peak_ratio(name):.3f}",
-            ]
-            if self.budget_bytes is not None:
-                cells.append(str(self.largest_batches[name]))
-            table.add_row(name, *cells)
+                *([] if self.budget_bytes is None else [str(self.largest_batches[name])]),
+            )
+        for name in self.refused:
+            table.add_row(name, "refused", *["-"] * (len(table.columns) - 2))
+        if self.refused:
+            table.caption_justify = "left"
+            table.caption = "\n".join(f"{name}: {reason}" for name, reason in self.refused.items())
         return table
 
     def as_dict(self) -> dict[str, Any]:
@@ -75,6 +83,7 @@ class Comparison:
                 }
                 for name, analysis in self.analyses.items()
             },
+            "refused": self.refused,
         }
 
     def __str__(self) -> str:
@@ -89,7 +98,7 @@ class Comparison:
 def compare(
     model: nn.Module,
     example: Any,
-    methods: Method | str | Iterable[Method | str] = ("batchnorm", "mimicnorm", "nonorm"),
+    methods: Method | str | Iterable[Method | str] | None = None,
     *,
     budget: str | int | None = None,
     loss: Loss | None = None,
@@ -103,7 +112,8 @@ def compare(
         model: A network with BatchNorm; compiled, it is converted and then taken as compiled again.
         example: As for ``measure``.
         methods: Methods or their names; the first is what the others are compared with. Two of one name
-            but with other settings go by both, as in ``"mimicnorm(last_norm=False)"``.
+            but with other settings go by both, as in ``"mimicnorm(last_norm=False)"``. Without them, every method
+            that the network can take; the others are in ``refused``, each with its reason.
         budget: With it, also find each method's largest batch.
         loss: As for ``measure``.
         optimizer: As for ``measure``.
@@ -120,16 +130,42 @@ def compare(
     plain = model._orig_mod if isinstance(model, OptimizedModule) else model
     small = first_samples(example, 2)  # the surgery reads shapes, it needs no large batch
     analyses, batches = {}, {}
-    for name, method in _by_unique_name(methods).items():
-        network = convert(plain, method, example=small, init=None)
+    refusals: dict[str, RefusedError] = {}
+    shortages: list[MemoryPredictionError] = []
+    for name, method in _by_unique_name(EVERY if methods is None else methods).items():
+        try:
+            network = convert(plain, method, example=small, init=None)
+        except RefusedError as refusal:
+            if methods is not None:
+                raise
+            refusals[name] = refusal
+            continue
         if compiled:
             network.compile()
         analyses[name] = measure(network, example, loss=loss, optimizer=optimizer, autocast=autocast, fake=fake)
-        if budget_bytes is not None:
+        if budget_bytes is None:
+            continue
+        try:
             batches[name] = largest_batch(
                 network, example, budget_bytes, loss=loss, optimizer=optimizer, autocast=autocast, fake=fake
             )
-    return Comparison(analyses, batches, budget_bytes)
+        except MemoryPredictionError as shortage:  # what one method cannot fit another may
+            shortages.append(shortage)
+            batches[name] = 0
+    if refusals and len(analyses) < 2:  # as in a network without BatchNorm: there is nothing to compare
+        raise next(iter(refusals.values()))
+    if shortages and not any(batches.values()):
+        raise shortages[0]
+    return Comparison(analyses, batches, budget_bytes, {name: _in_short(error) for name, error in refusals.items()})
+
+
+def _in_short(error: RefusedError) -> str:
+    """The first reason of a refusal, without its remedy."""
+    if not error.refusals:
+        return first_line(error)
+    first, *others = error.refusals
+    where = f"{first.name}: " if first.name else ""
+    return f"{where}{first.reason}" + (f" (and {len(others)} more)" if others else "")
 
 
 def _by_unique_name(methods: Method | str | Iterable[Method | str]) -> dict[str, Method]:

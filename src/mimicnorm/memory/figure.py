@@ -24,7 +24,7 @@ _COLOURS = {
 def plot(what: Analysis | Comparison | Mapping[str, Analysis], path: str | Path) -> None:
     """Draw the memory alive at each operation of the step, stacked by what it is for, to an image file.
 
-    Several analyses stand side by side on one scale, each with its peak marked.
+    Several analyses stand side by side on one scale, three in a row, each with its peak marked.
 
     Example:
         >>> plot(compare(model, (256, 3, 224, 224)), "memory.png")  # doctest: +SKIP
@@ -37,13 +37,19 @@ def plot(what: Analysis | Comparison | Mapping[str, Analysis], path: str | Path)
         what = what.analyses
     analyses = {"": what} if isinstance(what, Analysis) else dict(what)
     unit = 2**30 if max(a.peak_bytes for a in analyses.values()) >= 2**30 else 2**20
-    figure = Figure(figsize=(1.5 + 4 * len(analyses), 3.8), layout="constrained")
+    columns = min(len(analyses), 3)
+    rows = -(-len(analyses) // columns)
+    figure = Figure(figsize=(1.5 + 4 * columns, 0.4 + 3.4 * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(analyses), sharey=True, squeeze=False)[0]
-    for panel, (name, analysis) in zip(panels, analyses.items(), strict=True):
+    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    panels = list(grid.flat)
+    for panel, (name, analysis) in zip(panels, analyses.items(), strict=False):
         _draw(panel, analysis, unit)
         panel.set_title(f"{name}  batch {analysis.batch}".strip(), fontsize=10, pad=16)
-    panels[0].set_ylabel("GiB alive" if unit == 2**30 else "MiB alive")
+    for empty in panels[len(analyses) :]:
+        empty.set_visible(False)
+    for first in grid[:, 0]:
+        first.set_ylabel("GiB alive" if unit == 2**30 else "MiB alive")
     figure.supxlabel("operations of one training step", fontsize=10)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=9)

@@ -65,9 +65,9 @@ def measure(
     ``saved_bytes`` is what the partitioner keeps, ``peak_bytes`` an upper bound, as nothing is fused. Active
     ``torch.autocast`` contexts and activation checkpointing count as they stand.
 
-    Not counted: workspaces inside one kernel (convolution algorithms and layout copies of oneDNN and cuDNN), the
-    allocator's rounding, caching and fragmentation, the CUDA context and library handles, communication buffers,
-    and what a custom operation keeps outside of tensors.
+    The copies that a convolution on the CPU makes inside itself are part of ``peak_bytes``. Not counted: workspaces
+    inside any other kernel (cuDNN's convolutions among them), the allocator's rounding, caching and fragmentation,
+    the CUDA context and library handles, communication buffers, and what a custom operation keeps outside of tensors.
 
     Args:
         model: Any module; ``torch.compile`` may have been applied to it or to parts of it.

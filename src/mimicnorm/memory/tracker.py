@@ -14,6 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from mimicnorm.memory.workspaces import workspace_bytes
+
 # Kernels that return a workspace for the backward pass to which fake tensors give no size.
 _UNSIZED = {
     torch.ops.aten.mkldnn_rnn_layer.default,
@@ -52,7 +54,7 @@ class Moment:
     activations: int
     """What autograd keeps for the backward pass."""
     temporary: int
-    """All else: results on their way to the next layer, gradients of activations."""
+    """All else: results on their way to the next layer, gradients of activations, copies inside CPU convolutions."""
 
     @property
     def total(self) -> int:
@@ -141,16 +143,17 @@ class StorageTracker(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.add(tensor)
         if not _sums_gradients_in_engine(func):
-            self._record()
+            self._record(workspace_bytes(func, args, result))
         return result
 
     def _drop(self, key: int) -> None:
         storage = self._alive.pop(key)
         self._bytes[storage.category] -= storage.size_bytes
 
-    def _record(self) -> None:
+    def _record(self, workspace: int = 0) -> None:
         if self.phase != "setup":
-            self.timeline.append(Moment(self.phase, **self._bytes))
+            temporary = self._bytes["temporary"] + workspace
+            self.timeline.append(Moment(self.phase, **self._bytes | {"temporary": temporary}))
 
 
 def _with_real_statistics(result: tuple, own: tuple) -> tuple:
