@@ -115,8 +115,8 @@ def prediction() -> str:
         return max((r["error"] for r in of), key=abs)
 
     text = prose(
-        f"The prediction is within 2 % in {sum(abs(r['error']) <= 0.02 for r in rows)} of {len(rows)} steps; the largest "
-        f"error is {worst(rows):.2%}."
+        f"The prediction is within 2 % in {sum(abs(r['error']) <= 0.02 for r in rows)} of {len(rows)} steps; "
+        f"the largest error is {worst(rows):.2%}."
     )
     lines = []
     for name in dict.fromkeys(r["network"] for r in rows):

@@ -27,7 +27,7 @@ class Memory:
     shape: tuple[int, ...] | None = None
     """The whole input shape, batch first, for inputs that are no square images."""
     methods: str | None = None
-    """Methods to compare, separated by commas: those of ``convert --method``. All that the network takes if not given."""
+    """Methods to compare, separated by commas: those of ``convert --method``. All that the network takes by default."""
     optimizer: str = "sgd-momentum"
     """sgd-momentum, sgd, adamw, or none."""
     budget: str | None = None

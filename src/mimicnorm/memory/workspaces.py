@@ -19,7 +19,7 @@ def workspace_bytes(func: Any, args: tuple, result: Any) -> int:
     """How much more than its results is alive inside an operation; 0 for all but convolutions on the CPU."""
     if func is torch.ops.aten.convolution.default:
         x, weight, _, stride, _, _, transposed, _, groups = args
-        y, settings = result, args[2:]
+        y, settings, wanted = result, args[2:], None
     elif func is torch.ops.aten.convolution_backward.default:
         y, x, weight, bias_sizes, stride, _, _, transposed, _, groups, wanted = args
         settings = (None, *args[4:10], bias_sizes)
@@ -35,7 +35,7 @@ def workspace_bytes(func: Any, args: tuple, result: Any) -> int:
     in_place = not copy_y  # channels_last: activations serve as they are
     # What a dense convolution with a stride gives back to its input's side is turned round in two steps.
     two_steps = groups == 1 and max(stride) > 1
-    if func is torch.ops.aten.convolution.default:
+    if wanted is None:
         own = _bytes(y)
         turning = own * (2 if two_steps and transposed else 1) + copy_y
         return copy_weight if in_place else max(copies, turning) - own
