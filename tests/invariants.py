@@ -76,7 +76,7 @@ def nothing_is_lost(original: nn.Module, converted: nn.Module, report: Report | 
         assert not is_batch_norm(m) or isinstance(m, LastNorm), name
     before, after = original.state_dict(), converted.state_dict()
     gone = {k for k in before if k not in after}
-    norms = tuple(n for n, m in original.named_modules() if is_batch_norm(m))
+    norms = tuple(n for n, m in original.named_modules(remove_duplicate=False) if is_batch_norm(m))
     assert all(k.rpartition(".")[0] in norms for k in gone), gone
     for key in before.keys() & after.keys():
         assert before[key].shape == after[key].shape, key

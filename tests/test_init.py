@@ -10,7 +10,7 @@ import torch
 import zoo
 from torch import nn
 
-from mimicnorm.errors import InitError
+from mimicnorm.errors import ExampleError, InitError
 from mimicnorm.methods import MimicNorm, NoNorm
 from mimicnorm.surgery import convert_, init_
 
@@ -99,7 +99,7 @@ def test_theory_on_vgg():
 
 CALIBRATED = {
     "mobilenetv3_small_100": 96,
-    "efficientnet_b0": 128,
+    "efficientnet_b0": 96,
     "regnety_002": 96,
     "densenet121": 64,
     "repvgg_a0": 64,
@@ -123,6 +123,53 @@ def test_calibrate_brings_every_owner_to_one(name):
     found = variances(model, owners, other)
     assert all(0.25 < v < 4 for v in found.values()), {n: v for n, v in found.items() if not 0.25 < v < 4}
     assert largest_variance(model, other) < 100
+
+
+def test_calibrate_lets_gates_start_near_constant():
+    """With the fan-out weights that timm gives a squeeze, loud samples get louder from block to block."""
+    model, x = nets.SqueezeExcite(), torch.randn(16, 3, 8, 8)
+    model.fc1_bn = nn.Identity()  # now no BatchNorm holds the gate
+    with torch.no_grad():
+        model.fc1.weight.mul_(20)
+    twin = copy.deepcopy(model)
+    report = convert_(model, SMALL, example=x, init="calibrate")
+    assert report.gates == ["fc1", "fc2"]
+    assert "2 layers of gates" in str(report)
+    found = variances(model, report.gates, x)
+    assert found["fc1"] == pytest.approx(0.1, rel=0.2)
+    assert found["fc2"] < 0.11
+    assert torch.equal(model.fc2.weight, twin.fc2.weight)  # small already
+    convert_(twin, SMALL, example=x, init="theory")
+    assert variances(twin, ["fc1"], x)["fc1"] > 1
+
+
+class CountsSamples(nn.Module):
+    """Notes how many samples it is given; takes only so many if it is told."""
+
+    def __init__(self, only: int | None = None):
+        super().__init__()
+        self.body, self.only, self.batches = nets.plain(), only, torch.zeros(1, dtype=torch.long)
+
+    def forward(self, x):
+        CountsSamples.largest = max(CountsSamples.largest, len(x))
+        assert self.only in (None, len(x)), "another batch size"
+        return self.body(x)
+
+
+@pytest.mark.parametrize("only", [None, 2])
+def test_a_shape_is_calibrated_on_many_samples_if_the_model_takes_them(only):
+    CountsSamples.largest = 0
+    model = CountsSamples(only)
+    convert_(model, SMALL, example=(2, 6, 8, 8), init="calibrate")
+    assert CountsSamples.largest == 64
+    weights = model.body[0].weight.clone()
+    init_(model, "calibrate", example=(2, 6, 8, 8))
+    torch.testing.assert_close(model.body[0].weight, weights)
+    found = variances(model, ["body.0", "body.3"], torch.randn(2, 6, 8, 8))
+    assert all(0.5 < v < 2 for v in found.values())
+    if only:
+        with pytest.raises(ExampleError, match="another batch size"):
+            init_(model, "calibrate", example=torch.randn(3, 6, 8, 8))
 
 
 def test_calibrate_sets_scalars_at_branch_ends_and_weights_elsewhere():

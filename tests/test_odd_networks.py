@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mimicnorm.errors import RefusedError
+from mimicnorm.errors import MimicNormError, RefusedError
 from mimicnorm.init import initialise
 from mimicnorm.layers import LastNormed, Shift, WeightMean
 from mimicnorm.methods import MimicNorm, NoNorm
@@ -251,7 +251,7 @@ def test_calibrate_sets_even_what_did_not_run():
     with torch.no_grad():
         for block in model.blocks:
             block.conv1.weight.mul_(100)
-    initialise(model, report.layers, report.norms, "calibrate", torch.randn(4, 3, 8, 8))
+    initialise(model, report, "calibrate", torch.randn(4, 3, 8, 8))
     assert all(block.conv1.weight.std() < 2 for block in model.blocks)
 
 
@@ -345,3 +345,96 @@ def test_siamese_use():
     converted = convert(model, NoNorm(), example=(x, y), init=None)
     torch.testing.assert_close(converted(x, y), model(x, y), rtol=1e-4, atol=1e-4)
     assert copy.deepcopy(converted) is not converted
+
+
+class PointNet(nn.Module):
+    """A small network makes a matrix for the large one; the matrix is an output, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.small = nn.Sequential(nn.Conv1d(3, 16, 1), nn.BatchNorm1d(16), nn.ReLU())
+        self.matrix = nn.Linear(16, 9)
+        self.large = nn.Sequential(nn.Conv1d(3, 16, 1), nn.BatchNorm1d(16), nn.ReLU())
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x):
+        turn = self.matrix(self.small(x).amax(2)).view(-1, 3, 3) + torch.eye(3)
+        return self.head(self.large(turn @ x).amax(2)), turn
+
+
+def test_an_output_that_the_network_reads_on_is_no_head():
+    x = torch.randn(3, 3, 7)
+    invariants.surgery_removes_normalisation_and_nothing_else(PointNet(), x)
+    p = plan(PointNet(), SMALL, example=x)
+    assert [h.name for h in p.heads] == ["head"]
+    assert "which the rest of the network reads, too" in p.notes[0]
+
+
+class WithLoss(nn.Module):
+    """Computes its own loss, as models that take labels do."""
+
+    def __init__(self, also_logits: bool):
+        super().__init__()
+        self.body, self.fc, self.also_logits = (
+            nn.Sequential(nets.conv(3, 8), nn.BatchNorm2d(8)),
+            nn.Linear(8, 3),
+            also_logits,
+        )
+
+    def forward(self, x, labels):
+        scores = self.fc(F.relu(self.body(x)).mean((2, 3)))
+        loss = F.cross_entropy(scores, labels)
+        return {"logits": scores, "loss": loss} if self.also_logits else loss
+
+
+@pytest.mark.parametrize("also_logits", [True, False])
+def test_logits_that_a_loss_reads_are_logits(also_logits):
+    example = (torch.randn(4, 3, 8, 8), torch.tensor([0, 1, 2, 0]))
+    model = convert(WithLoss(also_logits), SMALL, example=example)
+    assert isinstance(model.fc, LastNormed)
+    output = model(*example)
+    (output["loss"] if also_logits else output).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+class TiedAutoencoder(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.na = nets.conv(3, 8), nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        return F.conv_transpose2d(F.relu(self.na(self.a(x))), self.a.weight, padding=1)
+
+
+def test_a_decoder_that_borrows_the_encoders_weight():
+    invariants.surgery_removes_normalisation_and_nothing_else(TiedAutoencoder(), torch.randn(2, 3, 8, 8))
+    with pytest.raises(RefusedError, match=r"a: is the head, yet a BatchNorm follows it.*last_norm=False"):
+        convert(TiedAutoencoder(), SMALL, example=(2, 3, 8, 8))
+
+
+def test_looking_at_a_spectral_norm_does_not_turn_its_wheel():
+    model = Pair(lambda m, x: m.na(m.a(x)))
+    model.a = nn.utils.parametrizations.spectral_norm(model.a)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(RefusedError, match="a: its weight is computed"):
+        convert_(model, SMALL, example=(2, 3, 8, 8))
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*:FutureWarning")
+def test_what_cannot_be_copied_is_converted_in_place():
+    model = Pair(lambda m, x: m.na(m.a(x)))
+    model.b = nn.utils.weight_norm(model.b)
+    with pytest.raises(MimicNormError, match=r"Pair cannot be copied.*convert_"):
+        convert(model, SMALL, example=(2, 3, 8, 8), where=lambda m, name: name != "nb")
+    convert_(model, SMALL, example=(2, 3, 8, 8), where=lambda m, name: name != "nb")
+
+
+def test_logits_of_a_bare_weight_are_named_for_what_they_are():
+    class Cosine(Pair):
+        def forward(self, x):
+            features = F.normalize(self.na(self.a(x)).mean((2, 3)))
+            return 16 * F.linear(features, F.normalize(self.fc.weight.flatten(1)))
+
+    with pytest.raises(RefusedError, match=r"comes from linear .* with a weight that no layer holds.*head="):
+        convert(Cosine(lambda m, x: x), SMALL, example=(2, 3, 8, 8))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mimicnorm.errors import ExampleError
+
+_NOISE_SAMPLES, _NOISE_POSITIONS = 64, 2**18
 
 
 def call_arguments(model: nn.Module, example: Any) -> tuple[tuple, dict]:
@@ -19,8 +22,7 @@ def call_arguments(model: nn.Module, example: Any) -> tuple[tuple, dict]:
         >>> args[0].shape
         torch.Size([5, 3])
     """
-    is_shape = isinstance(example, (tuple, list, torch.Size)) and all(type(n) is int for n in example)
-    if is_shape and example:
+    if _is_shape(example):
         if min(example) < 1:
             raise ExampleError(f"example shape {tuple(example)} has a size below 1: give (batch, channels, ...)")
         weights = [p for p in model.parameters() if p.is_floating_point()]
@@ -38,6 +40,27 @@ def call_arguments(model: nn.Module, example: Any) -> tuple[tuple, dict]:
         f"example must be a tensor, a shape such as (2, 3, 224, 224), a tuple of call arguments or a dict of "
         f"keyword arguments; got {type(example).__name__}: {str(example)[:80]}"
     )
+
+
+def with_more_samples(example: Any) -> tuple[int, ...] | None:
+    """A shape with as many samples as estimate a variance well and fit a budget of input positions.
+
+    Noise costs nothing to draw, and statistics of two samples are poor. None where the example is no shape, or is
+    large enough.
+
+    Example:
+        >>> with_more_samples((2, 3, 96, 96)), with_more_samples((2, 3, 512, 512))
+        ((28, 3, 96, 96), None)
+    """
+    if not _is_shape(example):
+        return None
+    samples = min(_NOISE_SAMPLES, _NOISE_POSITIONS // math.prod(example[2:]))
+    return (samples, *example[1:]) if samples > example[0] else None
+
+
+def _is_shape(example: Any) -> bool:
+    is_shape = isinstance(example, (tuple, list, torch.Size)) and all(type(n) is int for n in example)
+    return is_shape and len(example) > 0
 
 
 def describe(args: tuple, kwargs: dict) -> str:

@@ -268,6 +268,7 @@ def logits(graph: Graph) -> tuple[list[Logits], list[str]]:
     """The heads behind the model's outputs, and for each output without an evident one, why."""
     heads: dict[str, Logits] = {}
     problems: list[str] = []
+    goes_on = _before_layers(graph)
     for position, output in enumerate(graph.outputs):
         front, seen, pooled = [output], set(), False
         while front:
@@ -276,25 +277,40 @@ def logits(graph: Graph) -> tuple[list[Logits], list[str]]:
                 continue
             seen.add(node)
             pooled = pooled or node.kind is Kind.POOL
-            if node.kind in _TO_LOGITS or (node.op == "relu" and pooled):  # SqueezeNet: conv, relu, pool
+            # A loss that the model computes itself may read logits, too; further layers may not.
+            read_on = any(u not in seen and goes_on >> u.index & 1 for u in node.users)
+            through = node.kind in _TO_LOGITS or (node.op == "relu" and pooled)  # SqueezeNet: conv, relu, pool
+            if through and not read_on:
                 before = carried(node)
                 front += [before] if before is not None else []
-            elif node.kind in (Kind.SUM, Kind.CONCAT):
+            elif node.kind in (Kind.SUM, Kind.CONCAT) and not read_on:
                 front += node.inputs
-            elif node.kind is Kind.LAYER and (node.layer or node.made_by) and set(node.users) <= seen:
+            elif node.kind is Kind.LAYER and (node.layer or node.made_by) and not read_on:
                 name = node.layer or node.made_by[0]
                 heads.setdefault(name, logits_at(node, name))
             else:
-                problems.append(f"output {position} {tuple(output.shape)} {_not_logits(node)}")
+                problems.append(f"output {position} {tuple(output.shape)} {_not_logits(node, read_on)}")
     return list(heads.values()), problems
 
 
-def _not_logits(node: Node) -> str:
+def _before_layers(graph: Graph) -> int:
+    """Bit set of what is, or leads to, a weight layer or a BatchNorm."""
+    found = 0
+    for node in graph.nodes:
+        if node.kind in (Kind.LAYER, Kind.NORM):
+            found |= node.ancestors
+    return found
+
+
+def _not_logits(node: Node, read_on: bool) -> str:
     if node.kind is Kind.INPUT:
         return "is the input itself"
+    name = node.layer or node.norm or node.where or node.op
+    if read_on:
+        return f"comes from {name}, which the rest of the network reads, too"
     if node.kind is Kind.LAYER:
-        return f"comes from {node.layer or node.where or node.op}, which the rest of the network reads, too"
-    return f"comes from {node.norm or node.where or node.op} ({node.kind.value}), not from a layer"
+        return f"comes from {node.op} in {node.where or 'the model itself'} with a weight that no layer holds"
+    return f"comes from {name} ({node.kind.value}), not from a layer"
 
 
 def logits_at(node: Node, name: str) -> Logits:

@@ -14,30 +14,30 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mimicnorm.errors import ExampleError, InitError
-from mimicnorm.example import call_arguments, describe
+from mimicnorm.example import call_arguments, describe, with_more_samples
 from mimicnorm.isolate import untouched
 from mimicnorm.layers import FixupScalars, GroupNorm, LastNorm, Scale, Shift, WeightMean
-from mimicnorm.steps import LayerStep, NormStep
+from mimicnorm.steps import Plan
 
 _STARTS = {"bias": 0.0, "scalar_bias": 0.0, "input_bias": 0.0, "gain": 1.0}
+# Of variance t before its sigmoid, a gate turns a sample's energy q into about q^(1 + t/4): loud samples get louder,
+# quiet ones quieter, block by block, and one batch says little about the next.
+_GATE_VARIANCE = 0.1
 
 
-def initialise(
-    model: nn.Module, layers: Sequence[LayerStep], norms: Sequence[NormStep], init: str, example: Any
-) -> None:
-    """Set the weights of every planned layer; layers that no BatchNorm touched are left alone.
+def initialise(model: nn.Module, steps: Plan, init: str, example: Any) -> None:
+    """Set the weights of every planned layer; heads and what else no BatchNorm touched are left alone.
 
     Args:
         model: The converted network.
-        layers: What the plan says of its layers.
-        norms: ... and of its former BatchNorms (their shifts start at zero).
+        steps: The plan that was carried out.
         init: "theory" redraws the weights; "calibrate" scales them, in forward order, on the example.
-        example: For "calibrate": one batch.
+        example: For "calibrate": one batch, or a shape (then as many samples of noise as a budget allows).
     """
     if init not in ("theory", "calibrate"):
         raise InitError(f'init={init!r}; use "theory" or "calibrate"')
     modules = dict(model.named_modules())
-    planned = [(step, modules[step.name]) for step in layers]
+    planned = [(step, modules[step.name]) for step in steps.layers]
     meta = [step.name for step, m in planned if m.weight.is_meta]  # pyrefly: ignore
     if meta:
         raise InitError(
@@ -51,13 +51,13 @@ def initialise(
                     getattr(m, name).fill_(value)
             if step.scale is not None:
                 m.residual_scale.fill_(step.scale)  # pyrefly: ignore
-        for n in norms:
+        for n in steps.norms:
             _reset_affine(modules[n.name], n.scale)
         for step, m in planned:
             if init == "theory" or _degenerate(m):  # a tied weight is drawn as its last holder wants it
                 draw_(m.weight, step.gain, step.fan_in)  # pyrefly: ignore
         if init == "calibrate":
-            _calibrate(model, planned, [modules[n.name] for n in norms], example)
+            _calibrate(model, steps, example)
 
 
 def draw_(weight: Tensor, gain: float, fan_in: int) -> None:
@@ -79,33 +79,47 @@ def _degenerate(layer: nn.Module) -> bool:
     return bool(weight.abs().max() <= 1e-6 * layer.weight.abs().max()) or not bool(weight.any())  # pyrefly: ignore
 
 
-def _calibrate(
-    model: nn.Module, planned: Sequence[tuple[LayerStep, nn.Module]], norms: Sequence[nn.Module], example: Any
-) -> None:
+def _calibrate(model: nn.Module, steps: Plan, example: Any) -> None:
     if example is None:
         raise InitError('init="calibrate" needs an example: one batch of data, or its shape')
+    more = with_more_samples(example)
+    if more is not None:
+        try:
+            return _calibrate_on(model, steps, more)
+        except ExampleError:  # a batch size written into the model, or too much for its device
+            pass  # nothing is lost: every scale is set again
+    return _calibrate_on(model, steps, example)
+
+
+def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
     args, kwargs = copy.deepcopy(call_arguments(model, example))  # a model may write into its input
-    pending: dict[int, tuple[str, nn.Module]] = {id(m): (step.name, m) for step, m in planned}
-    scalars = [m for n in norms for m in n.modules() if isinstance(m, Scale)]
-    pending |= {id(m): ("a residual scalar", m) for m in scalars}
+    modules = dict(model.named_modules())
+    scalars = [m for n in steps.norms for m in modules[n.name].modules() if isinstance(m, Scale)]
+    gates = {id(modules[name]) for name in steps.gates}
+    pending = {id(modules[name]): name for name in (*(step.name for step in steps.layers), *steps.gates)}
+    pending |= {id(m): "a residual scalar" for m in scalars}
     scaled: set[int] = set()
 
     def first_use(module: nn.Module, forward: Callable) -> Callable:
         def run(*args: Any, **kwargs: Any) -> Tensor:
             output = forward(*args, **kwargs)
-            if id(module) not in pending:
-                return output
-            name, _ = pending.pop(id(module))
+            name = pending.pop(id(module), None)
             target = _target(module)
-            if id(target) in scaled:  # tied to a layer that ran before: its first use decides
+            if name is None or id(target) in scaled:  # tied to a layer that ran before: its first use decides
                 return output
             scaled.add(id(target))
-            _to_unit_variance(name, target, output)
+            variance = float(output.float().var(correction=0))
+            if id(module) in gates:
+                variance /= _GATE_VARIANCE
+                if not 1 < variance < math.inf:
+                    return output
+            _to_unit_variance(name, target, output.shape, variance)
             return forward(*args, **kwargs)
 
         return run
 
-    with _quiet(model), _instead_of_forward([m for _, m in list(pending.values())], first_use):
+    watched = [modules[name] for name in pending.values() if name in modules] + scalars
+    with _quiet(model), _instead_of_forward(watched, first_use):
         try:
             model(*args, **kwargs)
         except InitError:
@@ -115,9 +129,9 @@ def _calibrate(
                 f"the model's forward raised while calibrating on ({describe(args, kwargs)}): "
                 f"{type(error).__name__}: {error}"
             ) from error
-    for step, m in planned:
-        if id(m) in pending:  # did not run on this batch: the theory's gain is the best guess
-            draw_(m.weight, step.gain, step.fan_in)  # pyrefly: ignore
+    for step in steps.layers:
+        if id(modules[step.name]) in pending:  # did not run on this batch: the theory's gain is the best guess
+            draw_(modules[step.name].weight, step.gain, step.fan_in)  # pyrefly: ignore
 
 
 def _target(module: nn.Module) -> Tensor:
@@ -126,11 +140,10 @@ def _target(module: nn.Module) -> Tensor:
     return scalar if scalar is not None else module.weight  # pyrefly: ignore
 
 
-def _to_unit_variance(name: str, target: Tensor, output: Tensor) -> None:
-    variance = float(output.float().var(correction=0))
+def _to_unit_variance(name: str, target: Tensor, shape: torch.Size, variance: float) -> None:
     if not (math.isfinite(variance) and variance > 0):
         raise InitError(
-            f"cannot calibrate {name}: the variance of its output {tuple(output.shape)} is {variance}. "
+            f"cannot calibrate {name}: the variance of its output {tuple(shape)} is {variance}. "
             "Give an example whose samples differ and are finite (real data is best)."
         )
     target.mul_(variance**-0.5)

@@ -54,7 +54,8 @@ _NAMES: dict[Kind, str] = {
         sigmoid tanh softplus softsign logsigmoid hardtanh clamp clip clamp_min clamp_max threshold tanhshrink
         hardshrink softshrink exp abs square sqrt rsqrt pow erf sin cos log log1p expm1 neg negative maximum
         minimum sign""",
-    Kind.SOFTMAX: "softmax log_softmax softmin",
+    Kind.SOFTMAX: """softmax log_softmax softmin cross_entropy nll_loss
+        binary_cross_entropy_with_logits""",
     Kind.OTHER_NORM: """layer_norm group_norm instance_norm rms_norm local_response_norm normalize""",
     Kind.LAYER: """conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d linear bilinear
         embedding embedding_bag multi_head_attention_forward lstm gru rnn_tanh rnn_relu""",

@@ -128,8 +128,12 @@ class Ownership:
 
     def _take(self, call: Node, role: str) -> None:
         assert call.layer is not None
-        if call.layer in self.head_names:
-            self.refuse(call.layer, "is the head, yet a BatchNorm follows it", "Name the layer that makes the logits")
+        if call.layer in self.head_names and self.method.last_norm:
+            self.refuse(
+                call.layer,
+                "is the head, yet a BatchNorm follows it",
+                'Name the layer that makes the logits with head="...", or leave the last BN out with last_norm=False',
+            )
         self.roles.setdefault(call.layer, (call, role))
 
     def _zero_heads(self) -> None:

@@ -20,6 +20,7 @@ from mimicnorm import flow, probe, residual
 from mimicnorm.errors import MimicNormError, RefusedError
 from mimicnorm.gains import feed, without_formula
 from mimicnorm.graph import Graph, Node
+from mimicnorm.isolate import untouched
 from mimicnorm.layers import Derived, LastNorm, fan_in, group_count
 from mimicnorm.methods import GroupNormWS, Method, as_method
 from mimicnorm.ops import Kind
@@ -70,7 +71,11 @@ def plan(
         steps = [NormStep(name, type(m).__name__, "left", "leave", why="the method") for name, m in norms.items()]
         return Plan(method, steps, init=None, init_why="the network as it is")
     left = {name for name, m in norms.items() if where is not None and not _accepts(where, m, name)}
-    return _Planner(model, method, norms, left, record(model, example), init).build(head)
+    graph = record(model, example)
+    with untouched(model):
+        for m in model.modules():
+            m.training = False  # to look at the weight of a spectral norm in training mode is to change it
+        return _Planner(model, method, norms, left, graph, init).build(head)
 
 
 def _accepts(where: Where, module: nn.Module, name: str) -> bool:
@@ -141,6 +146,7 @@ class _Planner(Ownership):
         layers = self._layer_steps(branches, ends, variance)
         self._norm_steps(ends, variance, layers)
         self.plan.layers = list(layers.values())
+        self.plan.gates = [n for n in self.modules if n in self.gates and n not in self.roles and self._has_weight(n)]
         self._init()
         if len(self.left) == len(self.norms):
             self.refuse("", "where= leaves every BatchNorm, so there is nothing to convert", "Let it accept some")
@@ -244,7 +250,7 @@ class _Planner(Ownership):
         """Why a layer cannot be given another forward or other weights, and what to do; or None."""
         module = self.modules[name]
         changes, reweights = action != "keep" or scaled, action in ("centre", "standardise")
-        if (changes or self.init is not None) and not isinstance(module._parameters.get("weight"), nn.Parameter):
+        if (changes or self.init is not None) and not self._has_weight(name):
             return (
                 "its weight is computed from other parameters (weight norm, a parametrization), so what would be "
                 f"{_DONE.get(action, 'changed')} and initialised is not what the optimizer sees",
@@ -263,6 +269,10 @@ class _Planner(Ownership):
                 "Leave its BatchNorm with where=, or use a plain layer",
             )
         return None
+
+    def _has_weight(self, name: str) -> bool:
+        """Whether a layer's weight is a parameter of its own, not computed from others."""
+        return isinstance(self.modules[name]._parameters.get("weight"), nn.Parameter)
 
     def _inside(self, name: str) -> bool:
         """Whether every use of a layer's weight is a call of the layer."""
@@ -412,6 +422,11 @@ class _Planner(Ownership):
             self.plan.init_why = why or "every operation on the way has a formula"
         else:
             self.plan.init, self.plan.init_why = init, "asked for"
+        if self.plan.init == "calibrate" and self.plan.gates:
+            layers = count(len(self.plan.gates), "layer")
+            self.plan.notes.append(
+                f"{layers} of gates will be scaled down where needed, so that gates start near constant"
+            )
 
 
 def looks_trained(norm: nn.Module) -> bool:

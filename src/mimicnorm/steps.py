@@ -115,6 +115,7 @@ class Plan:
     """Everything ``convert_`` would do; prints as a table.
 
     Attributes:
+        gates: Layers of gates without BatchNorm: "calibrate" makes them small, so that gates start near constant.
         init: How the starting weights are set: "theory", "calibrate" or None.
         init_why: Why that one.
         notes: What a reader should know and nothing refuses.
@@ -124,6 +125,7 @@ class Plan:
     norms: list[NormStep] = field(default_factory=list)
     layers: list[LayerStep] = field(default_factory=list)
     heads: list[HeadStep] = field(default_factory=list)
+    gates: list[str] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     init: str | None = None
     init_why: str = ""
@@ -174,6 +176,7 @@ class Plan:
             "norms": [dataclasses.asdict(n) for n in self.norms],
             "layers": [dataclasses.asdict(step) for step in self.layers],
             "heads": [dataclasses.asdict(h) for h in self.heads],
+            "gates": list(self.gates),
             "refusals": [dataclasses.asdict(r) for r in self.refusals],
             "notes": list(self.notes),
         }

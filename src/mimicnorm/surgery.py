@@ -42,7 +42,7 @@ from mimicnorm.methods import Method
 from mimicnorm.planning import Where, plan
 from mimicnorm.probe import channels
 from mimicnorm.record import is_batch_norm, record
-from mimicnorm.steps import OWN_INIT, HeadStep, LayerStep, NormStep, Plan
+from mimicnorm.steps import OWN_INIT, LayerStep, NormStep, Plan
 
 
 @dataclass
@@ -64,17 +64,6 @@ class Report(Plan):
             "new_parameters": [name for name, _ in self.new_parameters],
             "moved_parameters": dict(self.moved_parameters),
         }
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What a converted model remembers of its conversion, for ``check`` and ``init_``; not in its state dict."""
-
-    method: Method
-    norms: tuple[NormStep, ...]
-    layers: tuple[LayerStep, ...]
-    heads: tuple[HeadStep, ...]
-    init: str | None
 
 
 _CHANGED = {"centre": WeightMean, "standardise": Standardised, "bias": FixupLayer}
@@ -103,24 +92,35 @@ def convert_(
     """
     planned = plan(model, method, example=example, init=init, head=head, where=where)
     planned.require()
+    return _carry_out(model, planned, example)
+
+
+def convert(model: nn.Module, method: Method, *, example: Any, **kwargs: Any) -> nn.Module:
+    """A converted deep copy; the argument is untouched. Keywords as for ``convert_``."""
+    planned = plan(model, method, example=example, **kwargs)
+    planned.require()
+    try:
+        twin = copy.deepcopy(model)
+    except Exception as error:
+        raise MimicNormError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). "
+            "Convert it in place with convert_."
+        ) from error
+    _carry_out(twin, planned, example)
+    return twin
+
+
+def _carry_out(model: nn.Module, planned: Plan, example: Any) -> Report:
     report = Report(**planned.__dict__)
     if not report.method.removes_norm:
         return report
     with _all_or_nothing(model, report):
         _operate(model, report)
-        steps = (tuple(report.norms), tuple(report.layers), tuple(report.heads))
-        model._mimicnorm = Conversion(report.method, *steps, report.init)  # pyrefly: ignore
+        model._mimicnorm = planned  # pyrefly: ignore  # for check and init_; not in the state dict
         _still_runs(model, example)
         if report.init is not None:
-            initialise(model, report.layers, report.norms, report.init, example)
+            initialise(model, report, report.init, example)
     return report
-
-
-def convert(model: nn.Module, method: Method, **kwargs: Any) -> nn.Module:
-    """A converted deep copy; the argument is untouched. Keywords as for ``convert_``."""
-    twin = copy.deepcopy(model) if isinstance(model, nn.Module) else model
-    convert_(twin, method, **kwargs)
-    return twin
 
 
 def init_(model: nn.Module, init: str = "theory", *, example: Any = None) -> None:
@@ -134,12 +134,12 @@ def init_(model: nn.Module, init: str = "theory", *, example: Any = None) -> Non
         example: As for ``convert_``; real data is best.
     """
     for prefix, root in _conversions(model):
-        conversion: Conversion = root._mimicnorm  # pyrefly: ignore
-        if conversion.method.own_init and init == "calibrate":
-            raise InitError(f'{type(conversion.method).__name__} {OWN_INIT}: use init="theory"')
+        done: Plan = root._mimicnorm  # pyrefly: ignore
+        if done.method.own_init and init == "calibrate":
+            raise InitError(f'{type(done.method).__name__} {OWN_INIT}: use init="theory"')
         if prefix and init == "calibrate":
             raise CheckError(f"calibrate runs the converted network itself: call init_ on {prefix!r}")
-        initialise(root, conversion.layers, conversion.norms, init, example)
+        initialise(root, done, init, example)
 
 
 def check(model: nn.Module) -> None:
@@ -151,19 +151,19 @@ def check(model: nn.Module) -> None:
     problems: list[str] = []
     for prefix, root in _conversions(model):
         modules = dict(root.named_modules())
-        conversion: Conversion = root._mimicnorm  # pyrefly: ignore
-        for head in conversion.heads:
+        done: Plan = root._mimicnorm  # pyrefly: ignore
+        for head in done.heads:
             if not isinstance(modules.get(head.name), LastNormed):
                 problems.append(
                     f"{prefix}{head.name}: the head was replaced and its LastNorm is gone; "
                     "put it back with mimicnorm.layers.last_norm_(head, LastNorm(classes))"
                 )
-        for step in conversion.layers:
+        for step in done.layers:
             kept = ScaledOutput if step.scale is not None else nn.Module
             wanted = _CHANGED.get(step.action, kept)
             if not isinstance(modules.get(step.name), wanted):
                 problems.append(f"{prefix}{step.name}: the layer was replaced and is no longer {wanted.__name__}")
-        left = {n.name for n in conversion.norms if n.action == "leave"}
+        left = {n.name for n in done.norms if n.action == "leave"}
         for name, m in modules.items():
             if is_batch_norm(m) and not isinstance(m, LastNorm) and name not in left:
                 problems.append(f"{prefix}{name}: a {type(m).__name__} has come back")
@@ -186,9 +186,10 @@ def _still_runs(model: nn.Module, example: Any) -> None:
             norm.intercept = torch.Tensor.clone  # an example of one sample is enough to see that it runs
         record(model, example)
     except MimicNormError as error:
+        cause = error.__cause__ or error
         raise RefusedError(
-            f"without its BatchNorms the network does not run any more, so it was put back as it was: {error} "
-            "Leave the BatchNorm that its code reads with where=."
+            f"without its BatchNorms the network does not run any more ({type(cause).__name__}: {cause}), so it was "
+            "put back as it was. Leave the BatchNorms that its code reads with where="
         ) from error
     finally:
         for norm in norms:
