@@ -172,6 +172,12 @@ def error(found: Tensor, right: Tensor) -> float:
     return float((found - right).norm() / right.norm())
 
 
+def errors(found: Tensor, right: dict[torch.dtype, Tensor]) -> dict[str, float]:
+    """Against the full batch in the same precision; in fp32 also against fp64, as ``full_batch_fp32_rounding`` is."""
+    of = {"error": error(found, right[found.dtype])}
+    return of | ({"error_to_fp64": error(found, right[torch.float64])} if found.dtype == torch.float32 else {})
+
+
 def missing(rows: Rows, name: str, **more: object) -> bool:
     """Whether a network's rows are not all on file."""
     return any((name, str(d)[6:], m, *more.values()) not in rows for d in DTYPES for m in MICRO_BATCHES)
@@ -183,17 +189,17 @@ def missing(rows: Rows, name: str, **more: object) -> bool:
 def exact(rows: Rows) -> None:
     for name in filter(partial(missing, rows), NETWORKS):
         of, about = case(name, NETWORKS, every_size=True)
+        right = {d: of.right(d) for d in DTYPES}
         for dtype in DTYPES:
-            right, (net, x) = of.right(dtype), of.at(dtype)
+            net, x = of.at(dtype)
             for micro_batch in MICRO_BATCHES:
                 net.zero_grad()
                 backward(net, of.loss_fn, x, of.y, micro_batch=micro_batch)
-                row = about | {"dtype": str(dtype)[6:], "micro_batch": micro_batch}
-                row["error"] = error(gradient(net), right)
+                row = about | {"dtype": str(dtype)[6:], "micro_batch": micro_batch} | errors(gradient(net), right)
                 if dtype == torch.float64 and micro_batch in (2, 7, 16):
                     net.zero_grad()
                     accumulate(net, of.loss_fn, x, of.y, micro_batch)
-                    row["plain_accumulation_error"] = error(gradient(net), right)
+                    row["plain_accumulation_error"] = error(gradient(net), right[dtype])
                 rows.add(row)
 
 
@@ -223,15 +229,16 @@ def compiled(rows: Rows, backend: str) -> None:
     """One compilation serves every micro-batch but that of one sample, which the compiler treats by itself."""
     for name in filter(partial(missing, rows), NARROW):
         of, about = case(name, NARROW)
+        right = {d: of.right(d) for d in DTYPES}
         for dtype in DTYPES:
-            right, (net, x) = of.right(dtype), of.at(dtype)
+            net, x = of.at(dtype)
             torch._dynamo.reset()
             body = torch.compile(net, dynamic=True, backend=backend)
             for micro_batch in MICRO_BATCHES:
                 net.zero_grad()
                 backward(body, of.loss_fn, x, of.y, micro_batch=micro_batch)
                 row = about | {"dtype": str(dtype)[6:], "micro_batch": micro_batch}
-                rows.add(row | {"error": error(gradient(net), right)})
+                rows.add(row | errors(gradient(net), right))
 
 
 SHARES = {2: (13, 19), 3: (5, 20, 7)}
@@ -268,7 +275,8 @@ def ranks(rows: Rows) -> None:
                 found = [torch.load(f"{folder}/{r}.pt") for r in range(world)]
             for dtype, micro_batch in found[0]:
                 row = about | {"dtype": str(dtype)[6:], "micro_batch": micro_batch, "shares": shares}
-                rows.add(row | {"error": max(error(f[dtype, micro_batch], right[dtype]) for f in found)})
+                of_ranks = [errors(f[dtype, micro_batch], right) for f in found]
+                rows.add(row | {key: max(e[key] for e in of_ranks) for key in of_ranks[0]})
 
 
 KEY = ("network", "dtype", "micro_batch")

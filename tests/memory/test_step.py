@@ -288,6 +288,10 @@ def test_a_wrong_example_names_the_module():
 def test_wrong_arguments_are_explained():
     with pytest.raises(MemoryPredictionError, match=r"'adam' is not known.*'adamw'"):
         measure(small(), SHAPE, optimizer="adam")
+    with pytest.raises(MemoryPredictionError, match="the model is a method"):
+        measure(small().forward, SHAPE)
+    with pytest.raises(MemoryPredictionError, match="autocast='bf16': give a type"):
+        measure(small(), SHAPE, autocast="bf16")
 
     class Detached(nn.Linear):
         def forward(self, x):

@@ -29,6 +29,7 @@ def test_split_and_join_are_inverse(n, micro_batch):
 
 @pytest.mark.parametrize("micro_batch", [0, -1, 2.0, True, "4"])
 def test_micro_batch_must_count(micro_batch):
+    assert [p.size for p in split(torch.zeros(4, 2), torch.zeros(4), np.int64(3))] == [3, 1]
     with pytest.raises(MicroBatchError, match="micro_batch="):
         split(torch.zeros(4, 2), torch.zeros(4), micro_batch)
 

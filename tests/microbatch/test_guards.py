@@ -242,6 +242,17 @@ def test_losses_that_are_not_one_number():
     for nothing in (0, torch.zeros(()), lambda t: 0.0, float("nan")):
         with pytest.raises(MicroBatchError, match="denominator="):
             backward(net, nn.CrossEntropyLoss(reduction="sum"), x, y, micro_batch=3, denominator=nothing)
+    for wrong in ("thirteen", lambda t: t.double()):
+        with pytest.raises(MicroBatchError, match="denominator: give a number"):
+            backward(net, nn.CrossEntropyLoss(reduction="sum"), x, y, micro_batch=3, denominator=wrong)
+
+
+def test_arguments_of_another_kind():
+    net = converted(Classifier())
+    x, y = batch(8)
+    for model, loss_fn, scaler in ((net.forward, F.cross_entropy, None), (net, None, None), (net, F.cross_entropy, 2)):
+        with pytest.raises(MicroBatchError, match="must be a module, a function and"):
+            backward(model, loss_fn, x, y, micro_batch=3, scaler=scaler)
 
 
 def test_nothing_to_train():

@@ -67,7 +67,8 @@ def measure(
 
     The copies that a convolution on the CPU makes inside itself are part of ``peak_bytes``. Not counted: workspaces
     inside any other kernel (cuDNN's convolutions among them), the allocator's rounding, caching and fragmentation,
-    the CUDA context and library handles, communication buffers, and what a custom operation keeps outside of tensors.
+    the CUDA context and library handles, communication buffers, sparse gradients, and what a custom operation keeps
+    outside of tensors.
 
     Args:
         model: Any module; ``torch.compile`` may have been applied to it or to parts of it.
@@ -106,6 +107,10 @@ def measure_batch(
 ) -> Analysis:
     """Do what ``measure`` does, with the example's batch size replaced by another one if given."""
     make_optimizer = _optimizer_maker(optimizer)
+    if not isinstance(model, nn.Module):
+        raise MemoryPredictionError(f"the model is a {type(model).__name__}: give an nn.Module")
+    if not isinstance(autocast, torch.dtype | None):
+        raise MemoryPredictionError(f"autocast={autocast!r}: give a type such as torch.bfloat16, or None")
     with untouched(model), torch.inference_mode(False), torch.enable_grad():
         replica = replicate(model, example, fake=fake, batch=batch)
         names = _follow_modules(replica)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ def split(inputs: Any, targets: Any, micro_batch: int) -> list[MicroBatch]:
         >>> [m.size for m in split(torch.zeros(7, 3), torch.zeros(7), 3)]
         [3, 3, 1]
     """
-    if type(micro_batch) is not int or micro_batch < 1:
+    if not isinstance(micro_batch, Integral) or isinstance(micro_batch, bool) or micro_batch < 1:
         raise MicroBatchError(
             f"micro_batch={micro_batch!r}: give the number of samples that fit, a whole number from 1 on"
         )
@@ -67,7 +68,7 @@ def split(inputs: Any, targets: Any, micro_batch: int) -> list[MicroBatch]:
     _refuse_lists((args, kwargs), size)
     _refuse_lists(targets, size)
     pieces = []
-    for first in range(0, size, micro_batch):
+    for first in range(0, size, int(micro_batch)):
         last = min(first + micro_batch, size)
 
         def cut(x: Any, first: int = first, last: int = last) -> Any:

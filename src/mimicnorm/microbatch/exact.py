@@ -90,6 +90,12 @@ def backward(
         >>> net[0].weight.grad.shape
         torch.Size([4, 3])
     """
+    scales = scaler is None or hasattr(scaler, "scale")
+    if not (isinstance(model, nn.Module) and callable(loss_fn) and scales):
+        kinds = ", ".join(type(given).__name__ for given in (model, loss_fn, scaler))
+        raise MicroBatchError(
+            f"model, loss_fn and scaler must be a module, a function and a torch.amp.GradScaler or None; got {kinds}"
+        )
     inner = ranks.bare(model)
     device = input_device(inner)
     fault: Exception | None = None
@@ -110,7 +116,7 @@ def backward(
         targets = to_device(targets, device)
         if two_passes:
             first = _first_pass(run)
-        share = float(run.samples if denominator is None else _value(denominator, targets))
+        share = run.samples if denominator is None else _value(denominator, targets)
     except Exception as error:
         fault = error
     total = ranks.agree(share, fault, device)
@@ -128,8 +134,14 @@ def backward(
     return (value, outputs) if return_outputs else value
 
 
-def _value(denominator: Denominator, targets: Any) -> float | Tensor:
-    return denominator(targets) if callable(denominator) else denominator
+def _value(denominator: Denominator, targets: Any) -> float:
+    value = denominator(targets) if callable(denominator) else denominator
+    try:
+        return float(value)
+    except (TypeError, ValueError) as error:
+        raise MicroBatchError(
+            f"denominator: give a number, or a function of the targets that returns one; got {value!r}"
+        ) from error
 
 
 def _one_pass(run: Run, loss: Loss, return_outputs: bool) -> tuple[Tensor, Any]:
