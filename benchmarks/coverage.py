@@ -6,8 +6,8 @@ Resumable: finished models are kept in ``results/coverage.jsonl`` and skipped; t
 ``results/coverage.json``. Shards may run side by side. For each model, at the smallest input it takes: converted
 (no batch-dependent module left but LastNorm; a training step gives a finite gradient to every parameter that had
 one; the share of owners that are centred), or refused by name. What would not fit into ``--memory`` takes its
-training step on fake tensors: that every gradient exists is shown there, that it is finite is not. ``--retry`` with
-more memory examines those again.
+training step in micro-batches of one sample; if that would not fit either, on fake tensors: that every gradient exists
+is shown there, that it is finite is not. ``--retry`` with more memory examines those again.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ from provenance import RESULTS, provenance, save, zoo
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from mimicnorm import microbatch
 from mimicnorm.errors import MimicNormError
 from mimicnorm.layers import LastNorm
 from mimicnorm.memory import measure
 from mimicnorm.methods import MimicNorm
+from mimicnorm.planning import plan
 from mimicnorm.record import is_batch_norm, record
-from mimicnorm.surgery import convert_
+from mimicnorm.surgery import convert_, init_
 
 SIZES = (32, 64, 96, 128, 160, 224, 256, 299, 384)
 
@@ -82,15 +84,15 @@ def parameters_with_gradient(model: nn.Module, shape: tuple[int, ...]) -> set[st
         return {n for n, p in state.items() if p.grad is not None}
 
 
-def gibibytes(model: nn.Module, shape: tuple[int, ...]) -> float:
-    """What conversion and a training step will take: the predicted peak, and a copy of the weights to fall back on."""
+def gibibytes(model: nn.Module, shape: tuple[int, ...]) -> tuple[float, float]:
+    """What a training step will take by prediction: of the whole batch, and of its halves one after the other."""
     if shape[-1] <= 128 and sum(p.numel() for p in model.parameters()) < 100e6:
-        return 0.0  # fits anywhere
+        return 0.0, 0.0  # fits anywhere
     try:
         predicted = measure(model, shape, loss=loss, optimizer=None)
     except MimicNormError:  # no prediction: the smallest inputs of nearly all models fit
-        return 0.0
-    return (predicted.peak_bytes + predicted.parameters) / 2**30
+        return 0.0, 0.0
+    return predicted.peak_bytes / 2**30, (predicted.peak_bytes - predicted.saved_bytes / 2) / 2**30
 
 
 def loss(output: object) -> torch.Tensor:
@@ -103,7 +105,9 @@ def examine(source: str, name: str, memory: float) -> dict:
     model = build(source, name).train()
     shape = smallest_input(model)
     reached = parameters_with_gradient(model, shape)
-    large = gibibytes(model, shape) > memory
+    weights = sum(p.nbytes for p in model.parameters()) / 2**30  # conversion keeps a copy to fall back on
+    large = gibibytes(model, shape)[0] + weights > memory
+    init = plan(model, MimicNorm(), example=shape).init if large else "auto"
     row: dict = {"source": source, "name": name, "shape": list(shape)}
     start = time.perf_counter()
     try:
@@ -111,7 +115,10 @@ def examine(source: str, name: str, memory: float) -> dict:
     except MimicNormError as error:
         return row | {"outcome": "refused", "why": str(error)[:600]}
     row["seconds"] = round(time.perf_counter() - start, 2)
-    row["step"] = "fake" if large else "real"
+    row["step"] = "real"
+    if large:  # the converted network needs less: its own size decides
+        whole, halves = gibibytes(model, shape)
+        row["step"] = "real" if whole <= memory else "micro-batches" if halves <= memory else "fake"
     row |= {"init": report.init, **report.totals()}
     left = [n for n, m in model.named_modules() if is_batch_norm(m) and not isinstance(m, LastNorm)]
     depthwise = {n for n, m in model.named_modules() if getattr(m, "groups", 1) == getattr(m, "in_channels", 0) > 1}
@@ -120,10 +127,16 @@ def examine(source: str, name: str, memory: float) -> dict:
     row["norms_without_owner"] = sum(not n.owner and n.role != "unused" for n in report.norms)
     moved = {new: old for old, new in report.moved_parameters.items()}
     wanted = {n for n, _ in model.named_parameters() if moved.get(n, n) in reached}
-    if large:
+    if row["step"] == "fake":
         bad = sorted(wanted - parameters_with_gradient(model, shape))
     else:
-        loss(model(torch.randn(shape))).backward()
+        if large:
+            row["init"] = init
+            init_(model, init, example=shape)
+        if row["step"] == "real":
+            loss(model(torch.randn(shape))).backward()
+        else:
+            microbatch.backward(model, lambda output, _: loss(output), torch.randn(shape), micro_batch=1)
         finite = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.isfinite().all()}
         bad = sorted(wanted - finite)
     row["batch_norms_left"], row["without_gradient"] = left, bad[:20]
