@@ -20,18 +20,19 @@ from mimicnorm.training.recipes import Recipe
 def network(recipe: Recipe, source: Source) -> nn.Module:
     """Build the recipe's network for a data set and apply its method; the seed decides every weight.
 
-    Linear layers that the method does not set (the classifier) are drawn from N(0, 2/n) with bias 0, for all
-    methods alike, as in the authors' code.
+    Linear layers that the method does not set (the classifier) are drawn anew, for all methods alike, with the
+    recipe's variance and bias 0; networks of other packages keep what their makers drew.
     """
     torch.manual_seed(recipe.seed)
     channels, _, pixels = source.shape
-    own = {} if ":" in recipe.model else {"input": source.input, "image": pixels}
+    foreign = ":" in recipe.model
+    own = {} if foreign else {"input": source.input, "image": pixels}
     model = models.find(recipe.model, num_classes=source.classes, in_channels=channels, width=recipe.width, **own)  # pyrefly: ignore
     report = convert_(model, _method(recipe), example=_example(source), init=recipe.init)
     drawn = {step.name for step in report.layers} if report.method.removes_norm else set()
     for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and name not in drawn:
-            nn.init.normal_(layer.weight, 0.0, math.sqrt(2 / layer.in_features))
+        if isinstance(layer, nn.Linear) and name not in drawn and not foreign:
+            nn.init.normal_(layer.weight, 0.0, math.sqrt(recipe.classifier_variance / layer.in_features))
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
     return model

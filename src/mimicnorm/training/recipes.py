@@ -35,6 +35,10 @@ class Recipe:
     """Starting weights of converted layers: auto, theory or calibrate."""
     width: float = 1.0
     """Multiplies the network's channels."""
+    classifier_variance: float = 2.0
+    """Linear layers without BatchNorm (the classifier) start as N(0, this / fan-in): 2 in the authors' code, 1/3 in
+    PyTorch's own layers. Behind a last BN that scale only decides how fast they learn. Networks of other packages
+    keep what their makers drew."""
     limit: int = 0
     """Train on this many images, a fixed subset; 0 is all."""
     test_limit: int = 0
@@ -80,7 +84,7 @@ class Recipe:
         for name, least in (("batch", 1), ("epochs", 1), ("log_every", 1), ("limit", 0), ("micro_batch", 0)):
             if getattr(self, name) < least:
                 raise RecipeError(f"{name}={getattr(self, name)}: it must be at least {least}")
-        for name in ("lr", "width", "gamma", "scalar_rate"):
+        for name in ("lr", "width", "gamma", "scalar_rate", "classifier_variance"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise RecipeError(f"{name}={getattr(self, name)}: it must be above 0")
         for name in ("momentum", "weight_decay", "warmup_epochs", "test_limit", "seed"):
@@ -109,15 +113,14 @@ def _imagenet(model: str, **changes: object) -> Recipe:
 def _desk(paper: Recipe, epochs: int, **changes: object) -> Recipe:
     """A narrow network and few epochs, the milestones in proportion: minutes on two cores."""
     milestones = tuple(round(m * epochs / paper.epochs) for m in paper.milestones)
-    scaled = {"epochs": epochs, "milestones": milestones, "width": 0.25, "batch": 128}
+    scaled = {"epochs": epochs, "milestones": milestones, "width": 0.25, "batch": 128, "classifier_variance": 1 / 3}
     return dataclasses.replace(paper, **{**scaled, **changes})  # pyrefly: ignore
 
 
 def _digits(model: str) -> Recipe:
     """1,797 images of 8 x 8: half a minute."""
-    return Recipe(
-        model=model, data="digits", width=0.25, batch=64, epochs=12, warmup_epochs=1.0, milestones=(8, 11), log_every=5
-    )
+    small = {"width": 0.25, "batch": 64, "epochs": 12, "milestones": (8, 11), "classifier_variance": 1 / 3}
+    return Recipe(model=model, data="digits", log_every=5, **small)  # pyrefly: ignore
 
 
 def _all() -> dict[str, Recipe]:
