@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
-import torch
 from torch import nn
 
 from mimicnorm.errors import ExampleError, MemoryPredictionError
 from mimicnorm.memory.analysis import Analysis
-from mimicnorm.memory.step import Loss, MakeOptimizer, measure_batch
+from mimicnorm.memory.step import Settings, measure
 from mimicnorm.memory.units import format_bytes, parse_bytes
 
 
-def largest_batch(
-    model: nn.Module,
-    example: Any,
-    budget: str | int,
-    *,
-    loss: Loss | None = None,
-    optimizer: str | MakeOptimizer | None = "sgd-momentum",
-    autocast: torch.dtype | None = None,
-    fake: bool = True,
-) -> int:
+def largest_batch(model: nn.Module, example: Any, budget: str | int, **settings: Unpack[Settings]) -> int:
     """Find the largest batch whose predicted peak stays within a budget.
 
     Peak memory is linear in the batch as long as the peak stays at the same operation, so two predictions give
@@ -33,10 +23,8 @@ def largest_batch(
         model: Any module.
         example: As for ``measure``; every input tensor with the batch size of the first one is resized.
         budget: Bytes, or text such as ``"16 GiB"``.
-        loss: As for ``measure``; it must take outputs of any batch size.
-        optimizer: As for ``measure``.
-        autocast: As for ``measure``.
-        fake: As for ``measure``; with False, every batch that is tried is run, the first that is too large as well.
+        **settings: ``loss``, ``optimizer``, ``autocast`` and ``fake`` as for ``measure``. A loss must take outputs of
+            any batch size. With ``fake=False`` every batch that is tried is run, the first that is too large as well.
 
     Raises:
         MemoryPredictionError: Not even the smallest batch the network accepts fits.
@@ -50,7 +38,7 @@ def largest_batch(
     peaks: dict[int, int] = {}
 
     def fits(batch: int) -> bool:
-        analysis = measure_batch(model, example, batch, loss=loss, optimizer=optimizer, autocast=autocast, fake=fake)
+        analysis = measure(model, example, batch=batch, **settings)
         _refuse_below_fixed_cost(analysis, budget_bytes)
         peaks[batch] = analysis.peak_bytes
         return analysis.peak_bytes <= budget_bytes

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
-import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
@@ -14,9 +13,10 @@ from mimicnorm.errors import MemoryPredictionError, RefusedError
 from mimicnorm.memory.analysis import Analysis, as_text
 from mimicnorm.memory.budget import largest_batch
 from mimicnorm.memory.replica import first_line, first_samples
-from mimicnorm.memory.step import Loss, MakeOptimizer, measure
+from mimicnorm.memory.step import Settings, measure
 from mimicnorm.memory.units import format_bytes, parse_bytes
-from mimicnorm.methods import METHODS, Method, as_method, settings
+from mimicnorm.methods import METHODS, Method, as_method
+from mimicnorm.methods import settings as fields
 from mimicnorm.surgery import convert
 
 if TYPE_CHECKING:
@@ -101,10 +101,7 @@ def compare(
     methods: Method | str | Iterable[Method | str] | None = None,
     *,
     budget: str | int | None = None,
-    loss: Loss | None = None,
-    optimizer: str | MakeOptimizer | None = "sgd-momentum",
-    autocast: torch.dtype | None = None,
-    fake: bool = True,
+    **settings: Unpack[Settings],
 ) -> Comparison:
     """Predict what a network with BatchNorm costs as it is and converted by each method.
 
@@ -115,10 +112,7 @@ def compare(
             but with other settings go by both, as in ``"mimicnorm(last_norm=False)"``. Without them, every method
             that the network can take; the others are in ``refused``, each with its reason.
         budget: With it, also find each method's largest batch.
-        loss: As for ``measure``.
-        optimizer: As for ``measure``.
-        autocast: As for ``measure``.
-        fake: As for ``measure``, and for ``largest_batch`` if a budget is given.
+        **settings: ``loss``, ``optimizer``, ``autocast`` and ``fake`` as for ``measure``.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(7200, 9))
@@ -142,13 +136,11 @@ def compare(
             continue
         if compiled:
             network.compile()
-        analyses[name] = measure(network, example, loss=loss, optimizer=optimizer, autocast=autocast, fake=fake)
+        analyses[name] = measure(network, example, **settings)
         if budget_bytes is None:
             continue
         try:
-            batches[name] = largest_batch(
-                network, example, budget_bytes, loss=loss, optimizer=optimizer, autocast=autocast, fake=fake
-            )
+            batches[name] = largest_batch(network, example, budget_bytes, **settings)
         except MemoryPredictionError as shortage:  # what one method cannot fit another may
             shortages.append(shortage)
             batches[name] = 0
@@ -182,8 +174,8 @@ def _by_unique_name(methods: Method | str | Iterable[Method | str]) -> dict[str,
 
 def _name_among(method: Method, chosen: Sequence[Method]) -> str:
     """Return a method's name, with the settings in which others of the same name differ."""
-    namesakes = [settings(other) for other in chosen if other.name == method.name]
+    namesakes = [fields(other) for other in chosen if other.name == method.name]
     differing = [
-        f"{key}={value!r}" for key, value in settings(method).items() if any(other[key] != value for other in namesakes)
+        f"{key}={value!r}" for key, value in fields(method).items() if any(other[key] != value for other in namesakes)
     ]
     return f"{method.name}({', '.join(differing)})" if differing else method.name

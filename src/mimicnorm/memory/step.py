@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,16 @@ from mimicnorm.memory.tracker import StorageTracker, UnsizedWorkspaceError
 
 Loss = Callable[[Any], Tensor]
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class Settings(TypedDict, total=False):
+    """What kind of step: arguments of ``measure`` that ``largest_batch`` and ``compare`` take, too."""
+
+    loss: Loss | None
+    optimizer: str | MakeOptimizer | None
+    autocast: torch.dtype | None
+    fake: bool
+
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
@@ -55,6 +65,7 @@ def measure(
     optimizer: str | MakeOptimizer | None = "sgd-momentum",
     autocast: torch.dtype | None = None,
     fake: bool = True,
+    batch: int | None = None,
 ) -> Analysis:
     """Predict the memory of one training step without running it.
 
@@ -80,6 +91,7 @@ def measure(
         autocast: Run forward and loss in ``torch.autocast`` with this type.
         fake: With False, run the step for real on a copy, on the device where the model is. For networks whose
             shapes depend on the data; give real data as the example.
+        batch: Take that many samples instead of the example's.
 
     Raises:
         MemoryPredictionError: The network cannot run on fake tensors (an LSTM in one fused kernel among them, as
@@ -92,25 +104,13 @@ def measure(
         >>> analysis.parameters
         928
     """
-    return measure_batch(model, example, None, loss=loss, optimizer=optimizer, autocast=autocast, fake=fake)
-
-
-def measure_batch(
-    model: nn.Module,
-    example: Any,
-    batch: int | None,
-    *,
-    loss: Loss | None,
-    optimizer: str | MakeOptimizer | None,
-    autocast: torch.dtype | None,
-    fake: bool = True,
-) -> Analysis:
-    """Do what ``measure`` does, with the example's batch size replaced by another one if given."""
     make_optimizer = _optimizer_maker(optimizer)
     if not isinstance(model, nn.Module):
         raise MemoryPredictionError(f"the model is a {type(model).__name__}: give an nn.Module")
     if not isinstance(autocast, torch.dtype | None):
         raise MemoryPredictionError(f"autocast={autocast!r}: give a type such as torch.bfloat16, or None")
+    if batch is not None and batch < 1:
+        raise MemoryPredictionError(f"batch={batch}: give a number of samples from 1 on, or None for the example's")
     with untouched(model), torch.inference_mode(False), torch.enable_grad():
         replica = replicate(model, example, fake=fake, batch=batch)
         names = _follow_modules(replica)
