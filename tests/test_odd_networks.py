@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from mimicnorm.errors import MimicNormError, RefusedError
+from mimicnorm.errors import ExampleError, MimicNormError, RefusedError
 from mimicnorm.init import initialise
 from mimicnorm.layers import LastNormed, Shift, WeightMean
 from mimicnorm.methods import MimicNorm, NoNorm
@@ -438,3 +438,15 @@ def test_logits_of_a_bare_weight_are_named_for_what_they_are():
 
     with pytest.raises(RefusedError, match=r"comes from linear .* with a weight that no layer holds.*head="):
         convert(Cosine(lambda m, x: x), SMALL, example=(2, 3, 8, 8))
+
+
+def test_a_model_that_takes_a_dict_or_a_list_is_told_how_to_pass_it():
+    class Batch(Pair):
+        def forward(self, batch):
+            return super().forward(batch["image"] if isinstance(batch, dict) else torch.stack(batch))
+
+    model, image = Batch(lambda m, x: m.na(m.a(x))), torch.randn(2, 3, 8, 8)
+    for example in ({"image": image}, list(image)):
+        with pytest.raises(ExampleError, match=r"write \(example,\) to pass it as one"):
+            plan(model, SMALL, example=example)
+        assert plan(model, SMALL, example=(example,)).ok

@@ -8,21 +8,36 @@ import logging
 import random
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 
+def snapshot(model: nn.Module) -> Callable[[], None]:
+    """Note every module's class, attributes and registries; the function that puts them back."""
+    modules = [(m, type(m), dict(m.__dict__)) for m in model.modules()]
+    containers = [(v, copy.copy(v)) for _, _, d in modules for v in d.values() if isinstance(v, (dict, list, set))]
+
+    def restore() -> None:
+        for m, cls, attributes in modules:
+            m.__class__ = cls
+            m.__dict__.clear()
+            m.__dict__.update(attributes)
+        for container, saved in containers:
+            container.clear()
+            container.extend(saved) if isinstance(container, list) else container.update(saved)
+
+    return restore
+
+
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
     """Give a model and the random number generators back as they were: flags, attributes, registries."""
-    modules = list(model.modules())
-    attributes = [dict(m.__dict__) for m in modules]
-    registries = [{k: copy.copy(v) for k, v in d.items() if isinstance(v, (dict, list, set))} for d in attributes]
-    tensors = [t for d in attributes for t in d.values() if isinstance(t, torch.Tensor) and not t.is_meta]
-    values = [(t, t._version, t.detach().clone()) for t in tensors]
+    restore = snapshot(model)
+    attributes = [t for m in model.modules() for t in m.__dict__.values() if isinstance(t, torch.Tensor)]
+    values = [(t, t._version, t.detach().clone()) for t in attributes if not t.is_meta]
     python_random = random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_random = numpy.random.get_state() if numpy is not None else None
@@ -34,23 +49,10 @@ def untouched(model: nn.Module) -> Iterator[None]:
         random.setstate(python_random)
         if numpy is not None:
             numpy.random.set_state(numpy_random)
-        for m, attribute, registry in zip(modules, attributes, registries, strict=True):
-            m.__dict__.clear()
-            m.__dict__.update(attribute)
-            for key, saved in registry.items():
-                refill(m.__dict__[key], saved)
+        restore()
         for t, version, value in values:
             if t._version != version:
                 t.data.copy_(value)
-
-
-def refill(container: dict | list | set, saved: dict | list | set) -> None:
-    """Give a container back its items, keeping the object."""
-    container.clear()
-    if isinstance(container, list):
-        container.extend(saved)
-    else:
-        container.update(saved)
 
 
 @contextlib.contextmanager

@@ -60,14 +60,12 @@ class Method:
         """A fixed factor on residual branches, beside the scalar."""
         return 1.0
 
-    def branch_scale(self, v: float) -> float | None:
-        """The scalar a residual branch starts with where the predicted variance is ``v``, or None."""
-        del v
+    def branch_scale(self, _: float, /) -> float | None:
+        """The scalar a residual branch starts with, given the variance predicted there; or None."""
         return None
 
-    def branch_variance(self, v: float) -> float:
-        """Predicted variance behind a branch's scalar where it is ``v`` before."""
-        del v
+    def branch_variance(self, _: float, /) -> float:
+        """Predicted variance behind a branch's scalar, given the one before it."""
         return 1.0
 
     def _refuse(self, field: str, use: str) -> None:
@@ -93,7 +91,6 @@ class _Paper(Method):
     """Put an affine-free BatchNorm on the logits."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         if self.residual not in ("sqrt", "linear", None):
             self._refuse("residual", '"sqrt", "linear" or None')
         if not isinstance(self.last_norm, bool):
@@ -101,7 +98,7 @@ class _Paper(Method):
         if type(self.min_fan_in) is not int or self.min_fan_in < 1:
             self._refuse("min_fan_in", "a whole number from 1 on")
 
-    def branch_scale(self, v: float) -> float | None:
+    def branch_scale(self, v: float, /) -> float | None:
         if self.residual is None:
             return None
         return v**-0.5 if self.residual == "sqrt" else 1.0 / v
@@ -167,14 +164,10 @@ class Fixup(Method):
     own_init = True
     scalar_rate = 0.1
 
-    def branch_scale(self, v: float) -> float | None:
-        """One: it is the branch's last layer that starts at zero."""
-        del v
-        return 1.0
+    def branch_scale(self, _: float, /) -> float | None:
+        return 1.0  # it is the branch's last layer that starts at zero
 
-    def branch_variance(self, v: float) -> float:
-        """None of the branch is seen at the start."""
-        del v
+    def branch_variance(self, _: float, /) -> float:
         return 0.0
 
 
@@ -192,16 +185,12 @@ class SkipInit(Method):
     """Where the scalars start."""
 
     def __post_init__(self) -> None:
-        """Check the field."""
         self._require_finite("alpha")
 
-    def branch_scale(self, v: float) -> float | None:
-        """Alpha, whatever the variance."""
-        del v
+    def branch_scale(self, _: float, /) -> float | None:
         return float(self.alpha)
 
-    def branch_variance(self, v: float) -> float:
-        """Alpha squared of what He's weights have kept."""
+    def branch_variance(self, v: float, /) -> float:
         return self.alpha**2 * v
 
 
@@ -218,7 +207,6 @@ class GroupNormWS(Method):
     """Groups of a GroupNorm; fewer where they do not divide its channels or would hold next to nothing."""
 
     def __post_init__(self) -> None:
-        """Check the field."""
         if type(self.groups) is not int or self.groups < 1:
             self._refuse("groups", "a whole number from 1 on")
 
@@ -247,24 +235,19 @@ class ScaledWS(Method):
     from the start."""
 
     def __post_init__(self) -> None:
-        """Check the fields."""
         self._require_finite("alpha", "skip_gain")
         if self.alpha <= 0:
             self._refuse("alpha", "a number above 0")
 
     @property
     def branch_factor(self) -> float:
-        """Alpha."""
         return float(self.alpha)
 
-    def branch_scale(self, v: float) -> float | None:
-        """The same at every branch: 1 / beta is in the branch's first layer."""
-        del v
-        return float(self.skip_gain)
+    def branch_scale(self, _: float, /) -> float | None:
+        return float(self.skip_gain)  # 1 / beta is in the branch's first layer
 
-    def branch_variance(self, v: float) -> float:
-        """Alpha squared, as if the skip gain were one."""
-        return self.alpha**2 * v
+    def branch_variance(self, v: float, /) -> float:
+        return self.alpha**2 * v  # as if the skip gain were one
 
 
 METHODS: dict[str, type[Method]] = {

@@ -111,7 +111,7 @@ def _record(model: nn.Module, example: Any, fake: bool, seed: int, training: boo
         model.train(training)
         torch.manual_seed(seed)
         random.seed(seed)
-        with recorder.hooks(), mode, recorder.unseen(), recorder:
+        with recorder.hooks(), mode, _Taint(recorder), recorder:
             try:
                 output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
             except _NEEDS_VALUES:
@@ -125,9 +125,16 @@ def _record(model: nn.Module, example: Any, fake: bool, seed: int, training: boo
                 raise ExampleError(
                     f"the model's forward raised on the example ({describe(args, kwargs)})"
                     f"{f' inside {where!r}' if where else ''}: {type(error).__name__}: {_first_line(error)}. "
-                    "Give an example the model runs on."
+                    f"{_advice(error, example)}"
                 ) from error
     return recorder.finish(output)
+
+
+def _advice(error: Exception, example: Any) -> str:
+    if isinstance(error, TypeError) and isinstance(example, (dict, list)):
+        taken = "keyword" if isinstance(example, dict) else "positional"
+        return f"A {type(example).__name__} is taken as {taken} arguments: write (example,) to pass it as one."
+    return "Give an example the model runs on."
 
 
 def _first_line(error: Exception) -> str:
@@ -183,12 +190,6 @@ class _Recorder(TorchFunctionMode):
         views = self.aliases.setdefault(_storage(t), [])
         if not any(t is v for v in views):
             views.append(t)
-
-    @contextlib.contextmanager
-    def unseen(self) -> Iterator[None]:
-        """Follow data through what no function shows (scripted functions, custom kernels), tensor by tensor."""
-        with _Taint(self):
-            yield
 
     # -- functions -----------------------------------------------------------------------------
 
@@ -264,15 +265,17 @@ class _Recorder(TorchFunctionMode):
         if isinstance(call.input, Tensor) and self.node(call.input) is None and self.running_holder(call.weight):
             self.add(call.input, "constant", Kind.OPAQUE, ())
 
+    def holders(self, weight: Tensor) -> list[str]:
+        """The weight layers whose weight this very tensor is; several if it is tied."""
+        split = (name.rpartition(".") for name in self.parameter_names.get(id(weight), ()))
+        modules = (self.modules[name] for name, _, attribute in split if attribute == "weight")
+        return [self.names[id(m)] for m in modules if isinstance(m, WEIGHT_LAYERS)]
+
     def running_holder(self, weight: Tensor) -> str | None:
-        """The weight layer whose own forward is running and whose weight this is."""
-        for name in self.parameter_names.get(id(weight), ()):
-            module_name, _, attribute = name.rpartition(".")
-            module = self.modules[module_name]
-            if attribute == "weight" and isinstance(module, WEIGHT_LAYERS):
-                first = self.names[id(module)]
-                if first in self.stack[-1:] or _runs_forward(module):
-                    return first
+        """The one of them whose own forward is running."""
+        for name in self.holders(weight):
+            if name in self.stack[-1:] or _runs_forward(self.modules[name]):
+                return name
         return None
 
     def norm_behind(self, values: tuple) -> str | None:
@@ -293,11 +296,8 @@ class _Recorder(TorchFunctionMode):
         holder = self.running_holder(weight)
         if holder is not None:
             return {"layer": holder}
-        for name in self.parameter_names.get(id(weight), ()):
-            module_name, _, attribute = name.rpartition(".")
-            module = self.modules[module_name]
-            if attribute == "weight" and isinstance(module, WEIGHT_LAYERS):
-                return {"layer": self.names[id(module)], "inside_module": False}
+        for name in self.holders(weight):
+            return {"layer": name, "inside_module": False}
         for running in reversed(self.stack):
             own = {f"{running}.{p}".lstrip(".") for p, _ in self.modules[running].named_parameters()}
             if isinstance(self.modules[running], WEIGHT_LAYERS) and own & self.sources.get(id(weight), set()):
@@ -418,7 +418,7 @@ def _leaves(output: Any) -> list:
 
 
 class _Taint(TorchDispatchMode):
-    """Marks every tensor that is computed from data, below the level of functions."""
+    """Marks every tensor that is computed from data where no function shows it (scripted functions, custom kernels)."""
 
     def __init__(self, recorder: _Recorder):
         super().__init__()

@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from mimicnorm.errors import CheckError, InitError, MimicNormError, RefusedError
 from mimicnorm.init import initialise
-from mimicnorm.isolate import refill
+from mimicnorm.isolate import snapshot
 from mimicnorm.layers import (
     FixupLayer,
     FixupScalars,
@@ -318,21 +318,14 @@ def become(module: nn.Module, other: nn.Module) -> None:
 @contextlib.contextmanager
 def _all_or_nothing(model: nn.Module, report: Report) -> Iterator[None]:
     """Put classes, attributes, registries and the values that may be written back if anything raises."""
-    modules = list(model.modules())
-    before = [(type(m), dict(m.__dict__)) for m in modules]
-    registries = [{k: copy.copy(v) for k, v in d.items() if isinstance(v, dict)} for _, d in before]
-    named = dict(model.named_modules())
-    written = {id(p): p for s in (*report.layers, *report.norms) for p in named[s.name].parameters(recurse=False)}
+    restore, named = snapshot(model), dict(model.named_modules())
+    changed = [*(s.name for s in (*report.layers, *report.norms)), *report.gates]
+    written = {id(p): p for name in changed for p in named[name].parameters(recurse=False)}
     values = [(p, p.detach().clone()) for p in written.values()]
     try:
         yield
     except BaseException:
-        for m, (cls, attributes), registry in zip(modules, before, registries, strict=True):
-            m.__class__ = cls
-            m.__dict__.clear()
-            m.__dict__.update(attributes)
-            for key, saved in registry.items():
-                refill(m.__dict__[key], saved)
+        restore()
         for p, value in values:
             p.data.copy_(value)
         raise

@@ -8,7 +8,9 @@ by a checkpoint; while exporting and inside functorch transforms the plain expre
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -127,17 +129,41 @@ def weight_mean(x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | 
         scale: The residual branch's scalar, shape (1,), or None.
         op: The linear map.
     """
+    make = functools.partial(effective_weight, op=op)
+    return with_made_weight(x, bias, op, make, (weight, scale), lambda x: _WeightMean.apply(x, weight, bias, scale, op))
+
+
+def with_made_weight(
+    x: Tensor,
+    bias: Tensor | None,
+    op: Op,
+    make: Callable[..., Tensor],
+    params: tuple[Tensor | None, ...],
+    eager: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """``op(x, make(*params), bias)``, by the way to it that keeps least for the backward pass.
+
+    Args:
+        x: The input.
+        bias: Added after.
+        op: The linear map.
+        make: The weight from the parameters.
+        params: The layer's weight first.
+        eager: The same as one autograd function of x, for eager mode.
+    """
+    weight = params[0]
+    assert weight is not None
     x = cast_input(x, weight)
     if wants_plain_expression():
-        return plain_call(x, effective_weight(weight, scale, op), bias, op)
+        return plain_call(x, make(*params), bias, op)
     if torch.compiler.is_compiling():
         if torch.is_grad_enabled() and (weight.requires_grad or x.requires_grad):
-            # Without it the partitioner keeps the centred weight for the backward pass.
-            w = checkpoint(effective_weight, weight, scale, op, use_reentrant=False, preserve_rng_state=False)
+            # Without it the partitioner keeps the made weight for the backward pass.
+            made = checkpoint(make, *params, use_reentrant=False, preserve_rng_state=False)
         else:
-            w = effective_weight(weight, scale, op)
-        return plain_call(x, w, bias, op)
-    return _WeightMean.apply(x, weight, bias, scale, op)
+            made = make(*params)
+        return plain_call(x, made, bias, op)
+    return eager(x)
 
 
 def cast_input(x: Tensor, weight: Tensor) -> Tensor:

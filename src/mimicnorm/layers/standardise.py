@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
-from torch.utils.checkpoint import checkpoint
 
-from mimicnorm.layers.centring import Op, cast_input, plain_call, wants_plain_expression, widened
+from mimicnorm.layers.centring import Op, plain_call, widened, with_made_weight
 from mimicnorm.layers.reweight import Reweighted, reweighted_class
 
 
@@ -78,7 +77,8 @@ class Standardised(Reweighted):
         if bias is not None and self.residual_scale is not None:
             bias = bias * (self.residual_scale * self.standardisation.output_factor)
         make = functools.partial(self.standardisation, op=op)
-        return _with_made_weight(x, bias, op, make, weight, self.gain, self.residual_scale)
+        params = (weight, self.gain, self.residual_scale)
+        return with_made_weight(x, bias, op, make, params, lambda x: _MadeWeight.apply(x, bias, op, make, *params))
 
     def effective_weight(self) -> Tensor:
         """What the layer multiplies its input with."""
@@ -114,22 +114,6 @@ def standardise_(
     layer.register_parameter("gain", gain)
     layer.register_parameter("residual_scale", residual_scale)
     return layer
-
-
-def _with_made_weight(x: Tensor, bias: Tensor | None, op: Op, make: Callable, *params: Tensor | None) -> Tensor:
-    """``op(x, make(*params), bias)``, keeping for the backward pass x and the parameters alone."""
-    assert params[0] is not None
-    x = cast_input(x, params[0])
-    if wants_plain_expression():
-        return plain_call(x, make(*params), bias, op)
-    if torch.compiler.is_compiling():
-        if torch.is_grad_enabled() and (params[0].requires_grad or x.requires_grad):
-            # Without it the partitioner keeps the made weight for the backward pass.
-            weight = checkpoint(make, *params, use_reentrant=False, preserve_rng_state=False)
-        else:
-            weight = make(*params)
-        return plain_call(x, weight, bias, op)
-    return _MadeWeight.apply(x, bias, op, make, *params)
 
 
 class _MadeWeight(torch.autograd.Function):
