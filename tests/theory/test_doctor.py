@@ -159,7 +159,7 @@ def test_lazy_layers_are_named():
 
 def test_hooks_go_when_the_model_fails():
     model = nn.Sequential(nn.Linear(3, 3))
-    with pytest.raises(RuntimeError):
+    with pytest.raises(TheoryError, match="does not run"):
         propagate(model, torch.ones(2, 5))
     assert not model[0]._forward_hooks
 

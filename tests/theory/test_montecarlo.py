@@ -91,7 +91,7 @@ def test_an_estimate_prints_what_was_compared():
         montecarlo.dual_activation(count=1)
     with pytest.raises(TheoryError, match="not 1"):
         montecarlo.lemma1(1)
-    with pytest.raises(TheoryError, match="two points"):
+    with pytest.raises(TheoryError, match="points, for a condition number"):
         montecarlo.theorem1(points=1)
     with pytest.raises(TheoryError, match="standard error"):
         montecarlo.theorem1(count=1)

@@ -51,8 +51,8 @@ def test_the_seed_decides_the_weights():
 @pytest.mark.parametrize(
     ("sizes", "transition", "says"),
     [
-        ((3, 0, 2), Transition(), "width 0"),
-        ((3, 1, 3), Transition("weight_mean"), "no weight_mean network"),
+        ((3, 0, 2), Transition(), "at least 1, not 0"),
+        ((3, 1, 3), Transition("weight_mean"), "width of a weight_mean network"),
         ((3, 8, 0), Transition(), "at least 1, not 0"),
         ((3, 8, 2), "relu", "not 'relu'"),
     ],

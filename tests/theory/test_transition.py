@@ -127,7 +127,7 @@ def test_iterate_stacks_the_start_first():
         (lambda: Transition("layer_norm"), "'weight_mean'"),
         (lambda: Transition("straight", "rellu"), "did you mean"),
         (lambda: Transition(sigma_w2="steady"), "'stable'"),
-        (lambda: Transition(sigma_w2=-1.0), "positive"),
+        (lambda: Transition(sigma_w2=-1.0), "above 0"),
         (lambda: Transition(sigma_b2=-0.1), "variance"),
         (lambda: Transition(sigma_b2=1.0), "below 1"),
         (lambda: Transition(sigma_b2=None), "not None"),

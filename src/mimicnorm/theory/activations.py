@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .arguments import number, reals, running, whole
 from .errors import TheoryError
 from .quadrature import CPU, normal_nodes
 
@@ -87,7 +88,8 @@ class Activation:
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return phi(x)."""
-        y = self.function(x)
+        with running(f"activation {self.name!r}", x):
+            y = self.function(x)
         if not isinstance(y, Tensor) or y.shape != x.shape:
             got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
             raise TheoryError(
@@ -142,7 +144,13 @@ def resolve(activation: Any, kinks: Iterable[float] | None = None, **parameters:
         return known
     name = getattr(activation, "__name__", type(activation).__name__)
     bare = Activation(name, activation, ())
-    return Activation(name, activation, tuple(map(float, kinks)) if kinks is not None else find_kinks(bare))
+    grid = torch.linspace(-3.0, 3.0, 8, dtype=torch.float64, device=CPU)
+    if not torch.allclose(bare(grid).detach()[:3], bare(grid[:3]).detach(), equal_nan=True):
+        raise TheoryError(f"activation {name!r} is not element-wise: what it makes of a number depends on others.")
+    if kinks is None:
+        return Activation(name, activation, find_kinks(bare))
+    given = list(kinks) if isinstance(kinks, Iterable) else kinks
+    return Activation(name, activation, tuple(reals("kinks", given, 1).tolist()) if given != [] else ())
 
 
 def _named(name: str, given: dict[str, float]) -> Activation:
@@ -156,10 +164,10 @@ def _named(name: str, given: dict[str, float]) -> Activation:
     if unknown:
         takes = ", ".join(defaults) or "no parameters"
         raise TheoryError(f"activation {name!r} has no parameter {unknown[0]!r}; it takes {takes}.")
-    parameters = {k: float(given.get(k, v)) for k, v in defaults.items()}
-    bad = [k for k, v in parameters.items() if not math.isfinite(v) or (k == "beta" and v == 0)]
-    if bad or (key == "celu" and parameters["alpha"] == 0):
-        raise TheoryError(f"activation {name!r}: parameter {(bad or ['alpha'])[0]!r} cannot be used.")
+    parameters = {k: number(f"parameter {k!r} of {name!r}", given.get(k, v)) for k, v in defaults.items()}
+    for k, v in parameters.items():
+        if v == 0 and (k == "beta" or key == "celu"):
+            raise TheoryError(f"parameter {k!r} of {name!r} divides: it must not be 0.")
     values = tuple(parameters.values())
     bound = _bind(function, values) if values else function
     return Activation(key, bound, values if kinks is None else kinks, tuple(parameters.items()))
@@ -255,10 +263,11 @@ def activation_stats(activation: Any, kinks: Iterable[float] | None = None, **pa
 def _stats(activation: Activation) -> ActivationStats:
     z, w = normal_nodes(activation.kinks)
     phi, slope = activation(z).detach(), activation.derivative(z)
-    if not bool(torch.isfinite(phi).all() & torch.isfinite(slope).all()):
+    far = (w * phi**2)[z.abs() > 11]
+    if not bool(torch.isfinite(phi).all() & torch.isfinite(slope).all() & (far.sum() < 1e-6)):
         raise TheoryError(
-            f"activation {activation.name!r} or its derivative is not finite on [-12, 12]; "
-            "the Gaussian theory needs a function that is finite everywhere."
+            f"activation {activation.name!r} or its derivative is not finite on [-12, 12], or grows too fast for a "
+            "Gaussian mean; the theory needs a function that is finite everywhere."
         )
 
     def mean_of(values: Tensor) -> float:
@@ -306,8 +315,7 @@ def gain(
     """
     if mode not in ("weight_mean", "plain"):
         raise TheoryError(f"unknown mode {mode!r}: use 'weight_mean' (centred weights) or 'plain' (others).")
-    if fan_in is not None and (not isinstance(fan_in, int) or fan_in < 1):
-        raise TheoryError(f"fan_in must be an integer of at least 1, not {fan_in!r}.")
+    fan_in = None if fan_in is None else whole("fan_in", fan_in)
     stats = activation_stats(activation, kinks, **parameters)
     if mode == "plain":
         return 1 / stats.rms

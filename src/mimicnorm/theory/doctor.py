@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from .arguments import running, whole
 from .errors import TheoryError
 from .unchanged import unchanged
 
@@ -97,9 +98,14 @@ def propagate(
         raise TheoryError(f"model must be an nn.Module, not {type(model).__name__}.")
     args, kwargs = (x if isinstance(x, tuple) else ()), (x if isinstance(x, dict) else {})
     args = (x,) if not args and not kwargs else args
-    if any(isinstance(a, Tensor) and a.numel() == 0 for a in (*args, *kwargs.values())):
+    given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    if any(a.numel() == 0 for a in given):
         raise TheoryError("the batch is empty: there is nothing to measure.")
-    rng = torch.Generator().manual_seed(seed)
+    if not all(bool(torch.isfinite(a).all()) for a in given):
+        raise TheoryError("the batch has non-finite entries; look for NaN or infinity in the inputs.")
+    pairs, rng = whole("pairs", pairs), torch.Generator().manual_seed(whole("seed", seed, 0))
+    if loss is not None and not callable(loss):
+        raise TheoryError(f"loss must map the model's output to one number, as a tensor, not be {loss!r}.")
     layers: list[LayerSignal] = []
     names = {module: name for name, module in model.named_modules()}
 
@@ -121,7 +127,8 @@ def propagate(
         torch.manual_seed(seed)
         handles = [m.register_forward_hook(measure) for m in dict.fromkeys(_leaves(model))]
         try:
-            output = model(*(_graph_copy(a) for a in args), **{k: _graph_copy(a) for k, a in kwargs.items()})
+            with running("the model", *args, *kwargs.values()):
+                output = model(*(_graph_copy(a) for a in args), **{k: _graph_copy(a) for k, a in kwargs.items()})
         finally:  # before the gradient: activation checkpoints run their layers a second time then
             for handle in handles:
                 handle.remove()

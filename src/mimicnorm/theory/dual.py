@@ -1,30 +1,29 @@
 """Dual activations: E[phi(u) phi(v)] and E[phi'(u) phi'(v)] for Gaussian pairs of any variances.
 
 Four ways, the first that applies: closed forms (identity, ReLU and its leaky kin, erf, GELU); Hermite series, which
-converge geometrically for analytic activations; for kinked ones of equal variance a Chebyshev series in theta =
-arccos(rho), in which the dual is smooth up to both ends while in rho it is not; else a double quadrature per pair
-whose panels follow the kinks.
+converge geometrically for analytic activations; a `surface` for kinked ones of equal variance; else a double quadrature
+per pair whose panels follow the kinks.
 """
 
 from __future__ import annotations
 
 import math
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .activations import Activation, resolve
+from .arguments import reals
 from .errors import TheoryError
-from .quadrature import CPU, legendre, normal_nodes
-from .series import hermite, low_order, sum_series
+from .integrals import following_kinks
+from .quadrature import CPU, normal_nodes
+from .series import SMALL, hermite, low_order, sum_series
+from .surface import interpolation, surface, variance_nodes
 
 MAX_PAIRS = 1_500  # of double quadratures in one call: about a minute
-_TABLE_DEGREE = 160
-_PIECES = 4096
-_SMALL = 0.03  # below this correlation a few Hermite terms are exact to rounding, kinks or not
+MANY = 4096  # correlations from which a surface is faster than a Hermite series
 
 
 def dual(activation: Any, rho: Tensor | float, q1: float = 1.0, q2: float | None = None, **parameters: float) -> Tensor:
@@ -55,20 +54,22 @@ def _checked(
     activation: Any, rho: Tensor | float, q1: float, q2: float | None, parameters: dict[str, float]
 ) -> tuple[Activation, Tensor, Tensor, Tensor]:
     resolved = resolve(activation, None, **parameters)
-    variances = [torch.as_tensor(q, dtype=torch.float64, device=CPU) for q in (q1, q1 if q2 is None else q2)]
-    for q in variances:
-        if not bool((torch.isfinite(q) & (q > 0)).all()):
-            raise TheoryError("a variance q must be positive and finite; leave out zero vectors.")
-    return resolved, variances[0], variances[1], check_correlation(rho)
+    variances = [reals("a variance q", q).to(CPU) for q in (q1, q1 if q2 is None else q2)]
+    if not all(bool((q > 0).all()) for q in variances):
+        raise TheoryError("a variance q must be positive and finite; leave out zero vectors.")
+    rho = check_correlation(rho)
+    try:
+        torch.broadcast_shapes(rho.shape, *(q.shape for q in variances))
+    except RuntimeError as error:
+        shapes = ", ".join(str(tuple(t.shape)) for t in (rho, *variances))
+        raise TheoryError(f"rho, q1 and q2 of shapes {shapes} do not fit together: give one number each.") from error
+    return resolved, variances[0], variances[1], rho
 
 
 def check_correlation(rho: Tensor | float) -> Tensor:
     """Return rho as float64, refusing what is no correlation; rounding of 1e-12 beyond +-1 is forgiven."""
-    try:
-        values = torch.as_tensor(rho, dtype=torch.float64)
-    except (TypeError, ValueError) as error:
-        raise TheoryError(f"a correlation must be a number or a tensor of numbers, not {rho!r}.") from error
-    bad = ~(values.abs() <= 1 + 1e-12)
+    values = reals("a correlation", rho)
+    bad = values.abs() > 1 + 1e-12
     if bool(bad.any()):
         worst = float(values[bad].flatten()[0])
         raise TheoryError(
@@ -105,41 +106,46 @@ def require_continuous(activation: Activation) -> None:
         )
 
 
-def mean_at(activation: Activation, q: Tensor) -> Tensor:
-    """Return E[phi(sqrt(q) z)] for each variance in q."""
-    slope = leaky_slope(activation)
-    if slope is not None:
-        return (1 - slope) * torch.sqrt(q / (2 * math.pi))
-    if activation.name == "gelu":
-        return q / torch.sqrt(2 * math.pi * (1 + q))
-    if activation.name == "erf":
-        return torch.zeros_like(q)
-    return _each_unique(q, lambda value: _power_at(activation, value)[0])
+class Moments(NamedTuple):
+    """E[phi], E[phi^2], Var[phi] and E[phi'^2] of phi(sqrt(q) z), one per variance q."""
+
+    mean: Tensor
+    second: Tensor
+    variance: Tensor
+    slope: Tensor
 
 
-def power_at(activation: Activation, q: Tensor, centred: bool = False) -> tuple[Tensor, Tensor]:
-    """Return `pair_moments` at correlation 1, per variance in q."""
-    closed = _closed_form(activation, q, q, torch.ones_like(q), centred)
-    if closed is not None:
-        return closed
-    return (
-        _each_unique(q, lambda value: _power_at(activation, value)[3 if centred else 1]),
-        _each_unique(q, lambda value: _power_at(activation, value)[2]),
-    )
+def moments(activation: Activation, q: Tensor) -> Moments:
+    """Return the moments of a single input of each variance in q."""
+    closed = _closed_form(activation, q, q, torch.ones_like(q))
+    if closed is None:
+        nodes = variance_nodes(activation, q) if q.numel() > 100 else None
+        if nodes is not None:
+            at, carry = moments(activation, nodes), interpolation(nodes, q.reshape(-1))
+            mean, second, variance, slope = (
+                (carry @ (m / nodes**power).to(q.device)).reshape(q.shape) * q**power
+                for m, power in zip(at, (0.5, 1.0, 1.0, 0.0), strict=True)
+            )
+            return Moments(mean, second, variance, slope)
+        parts = [_moments(activation, part) for part in q.to(CPU).reshape(-1).split(1024)]
+        return Moments(*(torch.cat(t).reshape(q.shape).to(q.device) for t in zip(*parts, strict=True)))
+    variance, slope = _closed_form(activation, q, q, torch.ones_like(q), centred=True) or closed
+    homogeneous = leaky_slope(activation)
+    if homogeneous is not None:
+        mean = (1 - homogeneous) * torch.sqrt(q / (2 * math.pi))
+    else:
+        mean = q / torch.sqrt(2 * math.pi * (1 + q)) if activation.name == "gelu" else torch.zeros_like(q)
+    return Moments(mean, closed[0], variance, slope)
 
 
-@lru_cache(maxsize=65536)
-def _power_at(activation: Activation, q: float) -> tuple[float, float, float, float]:
-    z, w = normal_nodes(activation.kinks, math.sqrt(q))
-    x = math.sqrt(q) * z
+def _moments(activation: Activation, q: Tensor) -> Moments:
+    scale = torch.sqrt(q)
+    at_zero = set(activation.kinks) <= {0.0}  # then the nodes of the largest variance resolve the others, too
+    z, w = normal_nodes(activation.kinks, float(scale.max()) if at_zero else scale.numpy())
+    x = scale[:, None] * z
     phi, slope = activation(x).detach(), activation.derivative(x)
-    mean = float((w * phi).sum())
-    return mean, float((w * phi**2).sum()), float((w * slope**2).sum()), float((w * (phi - mean) ** 2).sum())
-
-
-def _each_unique(q: Tensor, function: Any) -> Tensor:
-    values, where = torch.unique(q, return_inverse=True)
-    return torch.tensor([function(float(v)) for v in values], dtype=torch.float64, device=q.device)[where]
+    mean = (w * phi).sum(-1)
+    return Moments(mean, (w * phi**2).sum(-1), (w * (phi - mean[:, None]) ** 2).sum(-1), (w * slope**2).sum(-1))
 
 
 def pair_moments(
@@ -154,24 +160,25 @@ def pair_moments(
     if closed is not None:
         return closed
     equal = q1.numel() == q2.numel() == 1 and float(q1) == float(q2)
-    if not (equal and rho.numel() > _PIECES):
+    if not (equal and rho.numel() > MANY):
         c1, c2 = hermite(activation, q1), hermite(activation, q2)
         if c1 is not None and c2 is not None:
             return sum_series(c1 * c2, rho, torch.sqrt(q1 * q2), centred)
-    if equal:
-        value, slope = _from_table(activation, float(q1), rho)
+    means = moments(activation, q1).mean * moments(activation, q2).mean
+    table = surface(activation, q1.reshape(1), q1.reshape(1).expand(rho.numel())) if equal else None
+    if table is not None:
+        covariance, slope = (t.reshape(rho.shape) for t in table(slice(None), slice(None), rho.reshape(1, -1)))
+        covariance = covariance * q1
     else:
         require_few_pairs(activation, math.prod(torch.broadcast_shapes(q1.shape, q2.shape, rho.shape)))
         q1, q2, rho = torch.broadcast_tensors(q1, q2, rho)
         rows = zip(*(t.flatten().tolist() for t in (q1, q2, rho)), strict=True)
-        flat = [_double_quadrature(activation, *row) for row in rows]
+        flat = [following_kinks(activation, *row) for row in rows]
         value, slope = torch.tensor(flat, dtype=torch.float64, device=rho.device).reshape(*rho.shape, 2).unbind(-1)
-    if not centred:
-        return value, slope
-    covariance = value - mean_at(activation, q1) * mean_at(activation, q2)
-    few = low_order(activation, q1) * low_order(activation, q2)
-    series = (few * rho.clamp(-_SMALL, _SMALL)[..., None] ** torch.arange(1, few.shape[-1] + 1)).sum(-1)
-    return torch.where(rho.abs() < _SMALL, series, covariance), slope
+        few = low_order(activation, q1) * low_order(activation, q2)
+        series = (few * rho.clamp(-SMALL, SMALL)[..., None] ** torch.arange(1, few.shape[-1] + 1)).sum(-1)
+        covariance = torch.where(rho.abs() < SMALL, series, value - means)
+    return covariance if centred else covariance + means, slope
 
 
 def require_few_pairs(activation: Activation, pairs: int, layers: int = 1) -> None:
@@ -212,78 +219,3 @@ def _closed_form(
         value = cov * both_positive + excess * q1 * q2 + density * cov**2 * (sides - 1)
         return value, both_positive + density * cov * (sides + 1 / determinant)
     return None
-
-
-def _from_table(activation: Activation, q: float, rho: Tensor) -> tuple[Tensor, Tensor]:
-    position = torch.acos(rho) * (_PIECES / math.pi)
-    piece = position.long().clamp_(max=_PIECES - 1)
-    t = position - piece
-    value, slope = (
-        ((c[3][piece] * t + c[2][piece]) * t + c[1][piece]) * t + c[0][piece] for c in _table(activation, q)
-    )
-    return value, slope
-
-
-@lru_cache(maxsize=64)
-def _table(activation: Activation, q: float) -> tuple[Tensor, Tensor]:
-    """Tabulate the dual and its slope at variance q as cubics on pieces of theta = arccos(rho).
-
-    A Chebyshev series through 160 exact values gives values and derivatives at the ends of 4096 pieces, on which
-    cubics are exact to rounding and ten times faster than the series.
-    """
-    nodes = np.cos(np.pi * (np.arange(_TABLE_DEGREE) + 0.5) / _TABLE_DEGREE)
-    rhos = np.cos(np.pi * (nodes + 1) / 2)
-    q_ = torch.tensor(q, dtype=torch.float64, device=CPU)
-    series = hermite(activation, q_)
-    if series is not None:
-        samples = torch.stack(sum_series(series**2, torch.from_numpy(rhos), q_), 1).numpy()
-    else:
-        samples = np.array([_double_quadrature(activation, q, q, float(r)) for r in rhos])
-    chebyshev = np.polynomial.chebyshev
-    fit = chebyshev.chebfit(nodes, samples, _TABLE_DEGREE - 1)
-    ends = np.linspace(-1, 1, _PIECES + 1)
-    cubics = []
-    for column in fit.T:
-        y, d = (chebyshev.chebval(ends, column), chebyshev.chebval(ends, chebyshev.chebder(column)) * 2 / _PIECES)
-        rise = np.diff(y)
-        rows = [y[:-1], d[:-1], 3 * rise - 2 * d[:-1] - d[1:], d[:-1] + d[1:] - 2 * rise]
-        cubics.append(torch.from_numpy(np.stack(rows)))
-    return cubics[0], cubics[1]
-
-
-def _double_quadrature(activation: Activation, q1: float, q2: float, rho: float) -> tuple[float, float]:
-    """Integrate over u = s1 z1, v = s2 (rho z1 + r z2), the inner panels ending where v meets a kink."""
-    s1, s2, r = math.sqrt(q1), math.sqrt(q2), math.sqrt((1 - rho) * (1 + rho))
-    centres = np.array(sorted({0.0, *activation.kinks}))
-    grid = np.arange(-9.0, 9.5, 1.5)
-
-    def ladder(s: float) -> np.ndarray:
-        # at s <= 1 the grid resolves features of unit size by itself; kinks must be panel ends at any s
-        steps = 2.0 ** np.arange(-1, math.ceil(math.log2(s)) + 3) if s > 1 else np.array([])
-        return np.concatenate([-steps[::-1], [0.0], steps])
-
-    around = (centres[:, None] + ladder(s2)).ravel() / s2
-    ends = [grid, (centres[:, None] + ladder(s1)).ravel() / s1]
-    if abs(rho) > 1e-3:
-        # near rho = 1 the inner mean bends within r of each kink
-        bends = r * np.concatenate([[h, -h] for h in 2.0 ** np.arange(-1, 5)])
-        ends += [around / rho, (centres[:, None] / s2 + bends).ravel() / rho]
-    z1, w1 = _panels(np.concatenate(ends)[None])
-    inner = (around - rho * z1[0][:, None]) / max(r, 1e-300)
-    z2, w2 = _panels(np.concatenate([np.broadcast_to(grid, (inner.shape[0], len(grid))), inner], 1))
-    u, v = torch.from_numpy(s1 * z1[0]), torch.from_numpy(s2 * (rho * z1[0][:, None] + r * z2))
-    w2_ = torch.from_numpy(w2)
-    w1_ = torch.from_numpy(w1[0])
-    value = (w1_ * activation(u).detach() * (w2_ * activation(v).detach()).sum(1)).sum()
-    slope = (w1_ * activation.derivative(u) * (w2_ * activation.derivative(v)).sum(1)).sum()
-    return float(value), float(slope)
-
-
-def _panels(ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return Gauss-Legendre nodes and Gaussian weights per row of (unsorted) panel ends within [-9, 9]."""
-    ends = np.sort(np.clip(ends, -9.0, 9.0), axis=1)
-    unit, weight = legendre(14)
-    half = np.diff(ends, axis=1)[:, :, None] / 2
-    z = (ends[:, :-1, None] + half + half * unit).reshape(len(ends), -1)
-    w = (half * weight).reshape(len(ends), -1) * np.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
-    return z, w

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vjp, vmap
 
+from .arguments import running, whole
 from .errors import TheoryError
 
 Jacobian = Callable[[slice, dict[str, Tensor]], Tensor]  # (samples, parameters) -> (samples, outputs, parameters)
@@ -51,6 +52,7 @@ def empirical_ntk(
     for side in (x, x2):
         if side is not None and (not isinstance(side, Tensor) or side.dim() == 0 or len(side) == 0):
             raise TheoryError("inputs must be tensors of at least one sample, (m, ...).")
+    memory_bytes = whole("memory_bytes", memory_bytes)
     parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     if not parameters:
         raise TheoryError("the model has no trainable parameter, so its tangent kernel is zero.")
@@ -59,7 +61,7 @@ def empirical_ntk(
     sides = [x] if x2 is None else [x, x2]
     jacobians = [(_per_sample if mode == "per_sample" else _batch)(model, parameters, side) for side in sides]
     left, right = jacobians[0], jacobians[-1]
-    m, m2, width = len(x), len(sides[-1]), _output_count(model, x)
+    m, m2, (width, *_) = len(x), len(sides[-1]), [_output_count(model, side) for side in sides]
     full = outputs == "full"
     kernel = torch.zeros(m, width if full else 1, m2, width if full else 1, dtype=torch.float64, device=x.device)
     for group in _groups(parameters, memory_bytes // 2, max(m, m2) * width):
@@ -134,7 +136,7 @@ def _batch(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobi
 
 def _output_count(model: nn.Module, x: Tensor) -> int:
     buffers = {name: b.clone() for name, b in model.named_buffers()}
-    with torch.no_grad():
+    with torch.no_grad(), running("the model", x):
         out = _one_tensor(functional_call(model, buffers, (x[:2] if len(x) > 1 else x,)))
     if not bool(torch.isfinite(out).all()):
         raise TheoryError("the model's output is not finite on these inputs.")
@@ -149,6 +151,8 @@ def _one_tensor(out: Any) -> Tensor:
 
 def _rows(out: Tensor) -> Tensor:
     """Return (samples, outputs), also of a model that returns one number per sample."""
+    if out.dim() == 0:
+        raise TheoryError("the model returns one number for the whole batch: its kernel needs outputs per sample.")
     return out.reshape(len(out), -1)
 
 

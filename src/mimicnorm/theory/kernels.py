@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -24,7 +24,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from .dual import has_closed_form, leaky_slope, mean_at, pair_moments, power_at, require_continuous, require_few_pairs
+from .arguments import number, reals
+from .dual import Moments, has_closed_form, leaky_slope, moments, pair_moments, require_continuous, require_few_pairs
 from .errors import TheoryError
 from .series import hermite
 from .surface import surface
@@ -69,7 +70,7 @@ class _State:
     q2: Tensor
     same: bool
     identical: Tensor  # pairs that are one and the same input
-    collinear: Tensor  # pairs of correlation exactly 1
+    collinear: Tensor  # pairs of correlation exactly 1 (then of equal inputs only, once a layer is not homogeneous)
     layers: int  # transitions to come in all
     layer: int = 1  # weight layers so far
 
@@ -84,6 +85,25 @@ class _State:
         height = 1 if slow else max(1, 2**15 // len(self.q2))
         for row in range(0, len(self.q1), height):
             yield slice(row, row + height), slice(row if self.same else 0, None)
+
+    def scale(self, rows: slice, columns: slice) -> Tensor:
+        """Return the covariance of a block at correlation 1."""
+        return torch.sqrt(self.q1[rows, None]) * torch.sqrt(self.q2[columns])
+
+    def correlation(self, rows: slice, columns: slice) -> Tensor:
+        """Return the correlations of a block, exactly 1 where the inputs are collinear."""
+        rho = (self.k[rows, columns] / self.scale(rows, columns)).clamp_(-1.0, 1.0)
+        rho.masked_fill_(self.collinear[rows, columns], 1.0)
+        return torch.where(rho.abs() > 1 - 1e-15, rho.sign(), rho)  # rounding, which arccos would make 1e-8
+
+    def angles(self) -> tuple[float, float]:
+        """Return the least and the largest arccos(rho) of inputs that are not collinear."""
+        ends = []
+        for rows, columns in self.blocks(slow=False):
+            rho = self.correlation(rows, columns)
+            ends.append((float(rho.min()), float(rho.masked_fill_(self.collinear[rows, columns], -1.0).max())))
+        low, high = min(e[0] for e in ends), max(e[1] for e in ends)
+        return math.acos(max(low, high)), math.acos(low)
 
 
 def kernels(
@@ -170,7 +190,7 @@ def residual_kernels(
     """
     blocks, layers_per_block = check_depth(blocks), check_depth(layers_per_block)
     scales = block_scales(scale, blocks)
-    state = _start(x, x2, transition, first_w2, first_b2, blocks * layers_per_block + readout)
+    state = _start(x, x2, transition, first_w2, first_b2, blocks * layers_per_block + bool(readout))
     for s in scales:
         branch = state
         for _ in range(layers_per_block):
@@ -187,19 +207,18 @@ def block_scales(scale: Scales, blocks: int) -> list[float]:
         if scale not in rules:
             raise TheoryError(f"unknown scale {scale!r}: use 'sqrt', 'linear', 'none', a number or a list.")
         return [(block + 1) ** rules[scale] for block in range(blocks)]
-    scales = [scale] * blocks if isinstance(scale, (int, float)) else list(scale)
-    if len(scales) != blocks:
+    scales = reals("branch scalars", scale)
+    scales = scales.expand(blocks) if scales.dim() == 0 else scales
+    if scales.shape != (blocks,):
         raise TheoryError(f"{len(scales)} scales were given for {blocks} blocks; pass one per block.")
-    if not all(isinstance(s, (int, float)) and math.isfinite(s) for s in scales):
-        raise TheoryError(f"branch scalars must be finite numbers, not {scale!r}.")
-    return [float(s) for s in scales]
+    return scales.tolist()
 
 
 def _inputs(x: Tensor, name: str) -> Tensor:
     if not isinstance(x, Tensor) or x.dim() < 2 or x.numel() == 0:
         shape = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
         raise TheoryError(f"{name} must be a tensor of samples (m, ...), not {shape}; a Gram matrix goes in Gram(...).")
-    return x.detach().flatten(1).to(torch.float64)
+    return reals(f"the input {name}", x).flatten(1)
 
 
 def _start(
@@ -208,19 +227,17 @@ def _start(
     if not isinstance(transition, Transition):
         raise TheoryError(f"transition must be a Transition, such as Transition('weight_mean'), not {transition!r}.")
     require_continuous(transition.activation)
-    if not (first_w2 > 0 and first_b2 >= 0):
-        raise TheoryError(f"first_w2 = {first_w2} must be positive and first_b2 = {first_b2} at least 0.")
+    first_w2, first_b2 = number("first_w2", first_w2, above=0), number("first_b2", first_b2, least=0)
     if isinstance(x, Gram):
         if x2 is not None:
             raise TheoryError("a Gram holds both sides already: leave x2 out and give Gram its rows and columns.")
         if (x.rows is None) != (x.columns is None):
             raise TheoryError("a Gram takes both rows and columns, or neither when it is square and symmetric.")
-        cross, same = torch.as_tensor(x.cross, dtype=torch.float64).detach(), x.rows is None
-        _require_finite("kernel", cross)
-        if same and (cross.dim() != 2 or cross.shape[0] != cross.shape[1] or not torch.allclose(cross, cross.T)):
+        cross, same = reals("the input kernel", x.cross, 2), x.rows is None
+        if same and (cross.shape[0] != cross.shape[1] or not torch.allclose(cross, cross.T)):
             raise TheoryError(f"Gram of shape {tuple(cross.shape)} is not symmetric: give its rows and columns.")
-        q1 = cross.diagonal() if x.rows is None else torch.as_tensor(x.rows, dtype=torch.float64)
-        q2 = q1 if x.columns is None else torch.as_tensor(x.columns, dtype=torch.float64)
+        q1 = cross.diagonal() if x.rows is None else reals("rows of a Gram", x.rows, 1)
+        q2 = q1 if x.columns is None else reals("columns of a Gram", x.columns, 1)
         if cross.shape != (len(q1), len(q2)):
             raise TheoryError(f"Gram of shape {tuple(cross.shape)} with {len(q1)} rows and {len(q2)} columns.")
     else:
@@ -230,9 +247,7 @@ def _start(
             raise TheoryError(f"x has {a.shape[1]} features and x2 has {b.shape[1]}; they must match.")
         n0, same = a.shape[1], x2 is None
         cross, q1, q2 = a @ b.T / n0, (a**2).sum(1) / n0, (b**2).sum(1) / n0
-    for name, t in (("kernel", cross), ("variance", q1), ("variance", q2)):
-        _require_finite(name, t)
-    q1, q2, cross = (first_w2 * t + first_b2 for t in (q1, q2, cross))
+    q1, q2, cross = (reals("the input kernel", first_w2 * t + first_b2) for t in (q1, q2, cross))
     for side, q in (("x", q1), ("x2", q2)):
         if not bool((q > 0).all()):
             where = int((q <= 0).nonzero()[0])
@@ -246,11 +261,6 @@ def _start(
         collinear.diagonal().fill_(True)
     identical = collinear & ((q1[:, None] - q2).abs() <= 1e-14 * q2)
     return _State(cross, cross, q1, q2, same, identical, collinear, layers)
-
-
-def _require_finite(name: str, t: Tensor) -> None:
-    if not bool(torch.isfinite(t).all()):
-        raise TheoryError(f"the input {name} has non-finite entries; look for NaN or infinity in the inputs.")
 
 
 @contextmanager
@@ -269,42 +279,48 @@ def _layer(state: _State, t: Transition) -> _State:
     phi, w2, bias = t.activation, t.effective_w2, t.sigma_b2
     q = state.q1[0]
     equal = bool(((state.q1 - q).abs() <= 1e-14 * q).all() & ((state.q2 - q).abs() <= 1e-14 * q).all())
-    power1, power2 = (_each(lambda q: power_at(phi, q, t.centred)[0], side, equal) for side in (state.q1, state.q2))
-    mean1, mean2 = (_each(lambda q: mean_at(phi, q), side, equal) for side in (state.q1, state.q2))
+    one1 = Moments(*(m.expand_as(state.q1) for m in moments(phi, q))) if equal else moments(phi, state.q1)
+    one2 = one1 if state.same else moments(phi, state.q2)
+    power1, power2 = (m.variance if t.centred else m.second for m in (one1, one2))
     shift1, shift2 = torch.zeros_like(state.q1), torch.zeros_like(state.q2)
     if t.kind == "batch_norm":
         # E[(phi - c)(phi' - c)] with the channel mean c over x, whose pairs are taken as uncorrelated
-        shift1, shift2 = mean1 - mean1.mean(), mean2 - mean1.mean()
+        shift1, shift2 = one1.mean - one1.mean.mean(), one2.mean - one1.mean.mean()
         w2, bias = 1 / float((power1 + shift1**2).mean()), 0.0
     # x and c x stay collinear where the layer is homogeneous; elsewhere only equal inputs stay equal
     homogeneous = leaky_slope(phi) is not None and bias == 0 and t.kind != "batch_norm"
-    one = state.collinear if homogeneous else state.identical
-    slow = not equal and not has_closed_form(phi)
-    table = surface(phi, state.q1, state.q2) if slow and state.pairs * state.layers > MANY else None
-    if slow and table is None and hermite(phi, torch.cat([state.q1, state.q2])) is None:
+    state = replace(state, collinear=state.collinear if homogeneous else state.identical)
+    many = not has_closed_form(phi) and state.pairs * state.layers > MANY
+    table = surface(phi, state.q1, state.q2, state.angles()) if many else None
+    slow = table is None and not equal and not has_closed_form(phi)
+    if slow and hermite(phi, torch.cat([state.q1, state.q2])) is None:
         require_few_pairs(phi, state.pairs, state.layers)
     k, theta, finite = torch.empty_like(state.k), torch.empty_like(state.theta), True
-    for rows, columns in state.blocks(slow and table is None):
-        left, right = state.q1[rows, None], state.q2[columns]
-        rho = (state.k[rows, columns] / torch.sqrt(left * right)).clamp_(-1.0, 1.0)
-        rho.masked_fill_(one[rows, columns], 1.0)
-        rho = torch.where(rho.abs() > 1 - 1e-15, rho.sign(), rho)  # rounding, which arccos would make 1e-8
+    for rows, columns in state.blocks(slow):
+        rho = state.correlation(rows, columns)
         if table is not None:
             value, slope = table(rows, columns, rho)
-            value = value * torch.sqrt(left * right)
+            value *= state.scale(rows, columns)
             if not t.centred:
-                value += mean1[rows, None] * mean2[columns]
+                value += one1.mean[rows, None] * one2.mean[columns]
+            same = state.collinear[rows, columns]  # outside the table's angles
+            value, slope = (
+                torch.where(same, power1[rows, None], value),
+                torch.where(same, one1.slope[rows, None], slope),
+            )
         else:
-            value, slope = pair_moments(phi, *((q, q) if equal else (left, right)), rho, t.centred)
+            value, slope = pair_moments(
+                phi, *((q, q) if equal else (state.q1[rows, None], state.q2[columns])), rho, t.centred
+            )
         if t.kind == "batch_norm":
             value = value + shift1[rows, None] * shift2[columns]
         block = w2 * value + bias
         k[rows, columns] = block
-        theta[rows, columns] = block = block + w2 * slope * state.theta[rows, columns]
-        finite = finite and bool(torch.isfinite(block).all())
+        theta[rows, columns] = block = torch.addcmul(block, slope, state.theta[rows, columns], value=w2)
+        finite = finite and math.isfinite(float(block.sum()))
     q1, q2 = w2 * (power1 + shift1**2) + bias, w2 * (power2 + shift2**2) + bias
     _require_range(torch.cat([q1, q2]), finite, state.layer + 1)
-    return replace(state, k=k, theta=theta, q1=q1, q2=q2, collinear=one, layer=state.layer + 1)
+    return replace(state, k=k, theta=theta, q1=q1, q2=q2, layer=state.layer + 1)
 
 
 def _require_range(q: Tensor, finite: bool, layer: int) -> None:
@@ -317,11 +333,6 @@ def _require_range(q: Tensor, finite: bool, layer: int) -> None:
             raise TheoryError(f"the variance {what} at layer {layer}. Use a {other} sigma_w2 or fewer layers.")
     if not finite:
         raise TheoryError(f"the tangent kernel became non-finite at layer {layer}: it grows by chi1 with each layer.")
-
-
-def _each(moment: Callable[[Tensor], Tensor], q: Tensor, equal: bool) -> Tensor:
-    """Return a moment per point, computed once when all variances are equal."""
-    return moment(q[0]).expand_as(q) if equal else moment(q)
 
 
 def _finish(state: _State) -> Kernels:

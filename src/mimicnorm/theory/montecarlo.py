@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from .activations import resolve
+from .arguments import whole
 from .dual import check_correlation, dual
 from .empirical import empirical_ntk
-from .errors import TheoryError
 from .kernels import Scales, kernels, residual_kernels
 from .networks import FiniteNetwork
 from .spectrum import condition_number
@@ -45,14 +45,10 @@ class Estimate:
 
 
 def _estimate(statement: str, draw: Callable[[int], float], predicted: float, count: int, seed: int) -> Estimate:
-    _at_least(2, count, "count must be at least 2 for a standard error")
+    whole("count, of draws for a standard error,", count, 2)
+    seed = whole("seed", seed, 0)
     values = torch.tensor([draw(seed + i) for i in range(count)], dtype=torch.float64)
     return Estimate(statement, float(values.mean()), float(values.std()) / math.sqrt(count), predicted, count, seed)
-
-
-def _at_least(least: int, number: int, wish: str) -> None:
-    if not isinstance(number, int) or number < least:
-        raise TheoryError(f"{wish}, not {number!r}.")
 
 
 def _normal(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -89,7 +85,7 @@ def lemma1(n: int = 64, rho: float = 0.5, activation: Any = "relu", *, count: in
     The factor is (n_i - 1)/n_i, n_i the fan-in; the appendix prints n_o.
     """
     phi, n_out = resolve(activation), 32
-    _at_least(2, n, "n is a fan-in to be centred: it must be an integer of at least 2")
+    whole("n, a fan-in to be centred,", n, 2)
 
     def draw(s: int) -> float:
         (w,) = _normal(s, (n_out, n))
@@ -110,8 +106,8 @@ def theorem1(
     + (m - 1) o) / (d - o); the error is a jackknife's over networks. It tends to 1 in the chaotic phase and to (m +
     3)/3 on the critical line (ReLU) as depth grows.
     """
-    _at_least(2, points, "a condition number needs at least two points")
-    _at_least(2, count, "count must be at least 2 for a standard error")
+    whole("points, for a condition number,", points, 2)
+    whole("count, of draws for a standard error,", count, 2)
     transition = Transition(kind)
     x = torch.eye(points, dtype=torch.float64) * math.sqrt(points)
     nets = [FiniteNetwork(points, width, depth, transition, seed=seed + i, outputs=4) for i in range(count)]
@@ -199,7 +195,7 @@ def gradient_growth(
 
     Under BatchNorm chi1 is the limit of large batches; small ones grow faster.
     """
-    _at_least(3, depth, "growth is taken between inner layers: depth must be at least 3")
+    whole("depth, for growth between inner layers,", depth, 3)
     transition = Transition(kind)
 
     def draw(s: int) -> float:
@@ -240,7 +236,7 @@ def correlation_band(width: int, activation: Any = "relu") -> float:
         >>> round(1.96 * correlation_band(300), 3)
         0.201
     """
-    _at_least(1, width, "width must be an integer of at least 1")
+    whole("width", width)
     a = float(Transition("weight_mean", activation).derivative(0.0))
     return math.sqrt((1 + 1 / (1 - a**2)) / width)
 

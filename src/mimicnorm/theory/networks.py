@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from .arguments import whole
 from .errors import TheoryError
 from .kernels import Scales, block_scales
 from .transition import Transition, check_depth
@@ -77,11 +78,10 @@ class FiniteNetwork(nn.Module):
                 f"transition must be a Transition, such as Transition('weight_mean'), not {transition!r}."
             )
         least = 2 if transition.kind == "weight_mean" else 1  # centring takes a lone weight to zero
-        if min(inputs, outputs) < 1 or width < least:
-            raise TheoryError(
-                f"{inputs} inputs, width {width} and {outputs} outputs make no {transition.kind} network."
-            )
-        rng = torch.Generator().manual_seed(seed)
+        inputs, outputs = whole("inputs", inputs), whole("outputs", outputs)
+        width = whole(f"width of a {transition.kind} network", width, least)
+        rng = torch.Generator().manual_seed(whole("seed", seed, 0))
+        self.inputs = inputs
         plain = residual is None
         self.phi = transition.activation
         self.scales = [] if residual is None else block_scales(residual, depth)
@@ -105,6 +105,9 @@ class FiniteNetwork(nn.Module):
 
     def hidden(self, x: Tensor) -> Iterator[Tensor]:
         """Yield the pre-activations h^1, h^2, ... (of a residual network: the sum after each block)."""
+        if not isinstance(x, Tensor) or x.dim() < 2 or x[0].numel() != self.inputs:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise TheoryError(f"x must be a tensor of samples with {self.inputs} features each, not {got}.")
         h = self._layer(0, x.flatten(1).to(torch.float64))
         yield h
         if not self.scales:

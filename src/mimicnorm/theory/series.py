@@ -15,6 +15,7 @@ from .activations import Activation
 from .quadrature import CPU, normal_nodes
 
 LARGEST = 50.0  # of variances: beyond it, the features of phi are too narrow for these terms
+SMALL = 0.03  # below this correlation the terms of `low_order` are exact to rounding, kinks or not
 _TERMS = 400
 
 
@@ -25,17 +26,16 @@ def hermite(activation: Activation, q: Tensor) -> Tensor | None:
     """
     if activation.kinks or float(q.max()) > LARGEST:
         return None
-    found = _hermite_at(activation, float(q)) if q.numel() == 1 else _hermite_of(activation, q.flatten().to(CPU))
+    # what Transition asks for again and again is kept, the thousands of variances of a layer are not
+    find = _hermite_of if q.numel() <= 64 else _hermite_of.__wrapped__
+    found = find(activation, tuple(q.flatten().tolist()))
     return None if found is None else found.reshape(*q.shape, -1).to(q.device)
 
 
 @lru_cache(maxsize=256)
-def _hermite_at(activation: Activation, q: float) -> Tensor | None:
-    return _hermite_of(activation, torch.tensor([q], dtype=torch.float64, device=CPU))
-
-
-def _hermite_of(activation: Activation, q: Tensor) -> Tensor | None:
-    z, w = normal_nodes((), math.sqrt(float(q.max())))
+def _hermite_of(activation: Activation, variances: tuple[float, ...]) -> Tensor | None:
+    q = torch.tensor(variances, dtype=torch.float64, device=CPU)
+    z, w = normal_nodes((), math.sqrt(max(variances)))
     x = torch.sqrt(q)[:, None] * z
     a = activation(x).detach() * w @ _polynomials(z, _TERMS).T
     slope = activation.derivative(x) ** 2 @ w
@@ -53,22 +53,17 @@ def _polynomials(z: Tensor, terms: int) -> Tensor:
 
 def low_order(activation: Activation, q: Tensor) -> Tensor:
     """Return the Hermite coefficients 1 to 11 of phi(sqrt(q) z), also of kinked functions."""
-    values, where = torch.unique(q, return_inverse=True)
-    return torch.stack([_low_order_at(activation, v) for v in values.tolist()]).to(q.device)[where]
-
-
-@lru_cache(maxsize=4096)
-def _low_order_at(activation: Activation, q: float) -> Tensor:
-    z, w = normal_nodes(activation.kinks, math.sqrt(q))
-    return _polynomials(z, 12)[1:] @ (w * activation(math.sqrt(q) * z).detach())
+    scale = torch.sqrt(q)
+    z, w = normal_nodes(activation.kinks, scale.cpu().numpy())
+    values = w * activation(scale[..., None].to(CPU) * z).detach()
+    return (_polynomials(z, 12)[1:] * values).sum(-1).movedim(0, -1).to(q.device)
 
 
 def sum_series(products: Tensor, rho: Tensor, scale: Tensor, centred: bool = False) -> tuple[Tensor, Tensor]:
     """Return sum_k products_k rho^k, from k = 1 if centred, and its derivative by the covariance scale * rho."""
     order = torch.arange(products.shape[-1], dtype=torch.float64, device=rho.device)
     # drop the terms that cannot matter at the largest |rho| present
-    size = order * products.abs().flatten(0, -2).amax(0) if products.dim() > 1 else order * products.abs()
-    size = size * rho.abs().max() ** order
+    size = order * products.abs().reshape(-1, len(order)).amax(0) * rho.abs().max() ** order
     terms = max(2, int((size.flip(0).cumsum(0).flip(0) > 1e-17 * size.sum()).sum()) + 1)
     products, order = products[..., :terms], order[:terms]
     powers = rho[..., None] ** order

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .arguments import reals
 from .errors import TheoryError
 
 
@@ -23,7 +25,7 @@ def condition_number(kernel: Tensor, centered: bool = False) -> float:
         >>> condition_number(torch.diag(torch.tensor([4.0, 2.0])))
         2.0
     """
-    k = _symmetric(kernel)
+    k, rounding = _symmetric(kernel)
     if centered:
         # a QR of [1, e_1, ..] gives an orthonormal basis whose first vector is constant
         basis = torch.eye(len(k), dtype=k.dtype, device=k.device)
@@ -35,7 +37,7 @@ def condition_number(kernel: Tensor, centered: bool = False) -> float:
         raise TheoryError("a centred condition number needs at least two points.")
     eigenvalues = torch.linalg.eigvalsh(k)
     low, high = float(eigenvalues[0]), float(eigenvalues[-1])
-    return high / low if low > len(k) * torch.finfo(k.dtype).eps * abs(high) else math.inf
+    return high / low if low > len(k) * rounding * abs(high) else math.inf
 
 
 @dataclass(frozen=True)
@@ -82,46 +84,49 @@ def learning_curve(
         >>> [round(v, 6) for v in curve.train_loss.tolist()]
         [1.0, 0.25]
     """
-    k = _symmetric(ntk).to(torch.float64)
-    y = torch.as_tensor(targets, dtype=torch.float64)
+    k, _ = _symmetric(ntk)
+    y, t = torch.atleast_1d(reals("the targets", targets)), reals("times", times).reshape(-1)
     y = y.reshape(len(y), -1)
-    if not bool(torch.isfinite(y).all()):
-        raise TheoryError("the targets have non-finite entries.")
     if len(y) != len(k):
         raise TheoryError(f"{len(y)} targets were given for a kernel of {len(k)} points.")
-    if ntk_test is not None and (ntk_test.dim() != 2 or ntk_test.shape[1] != len(k)):
-        raise TheoryError(f"ntk_test must be (test points, {len(k)}), not {tuple(ntk_test.shape)}.")
-    for name, given, like in (
-        ("start", start, len(k)),
-        ("start_test", start_test, 0 if ntk_test is None else len(ntk_test)),
-    ):
-        if given is not None and given.numel() != like * y.shape[1]:
-            raise TheoryError(f"{name} has shape {tuple(given.shape)}; give one value per point and output.")
-    t = torch.as_tensor(times, dtype=torch.float64).reshape(-1)
     if not bool((t >= 0).all()):
         raise TheoryError("times must be at least 0.")
+    cross = None if ntk_test is None else reals("ntk_test", ntk_test)
+    if cross is not None and (cross.dim() != 2 or cross.shape[1] != len(k)):
+        raise TheoryError(f"ntk_test must be (test points, {len(k)}), not {tuple(cross.shape)}.")
+
+    def beginning(name: str, given: Tensor | None, points: int) -> Tensor:
+        if given is None:
+            return torch.zeros(points, y.shape[1], dtype=y.dtype, device=y.device)
+        found = reals(name, given)
+        if found.numel() != points * y.shape[1]:
+            raise TheoryError(f"{name} has shape {tuple(found.shape)}; give one value per point and output.")
+        return found.reshape(points, -1)
+
+    first, first_test = (
+        beginning("start", start, len(k)),
+        beginning("start_test", start_test, 0 if cross is None else len(cross)),
+    )
     values, vectors = torch.linalg.eigh(k)
-    error = (torch.zeros_like(y) if start is None else start.to(torch.float64).reshape(y.shape)) - y
+    error = first - y
     modes = vectors.T @ error
     decay = torch.exp(-values * t[:, None])
     train = y + torch.einsum("im,tm,mo->tio", vectors, decay, modes)
     test = None
-    if ntk_test is not None:
+    if cross is not None:
         # (1 - exp(-v t)) / v tends to t for the null directions of a singular kernel
         null = values.abs() < 1e-300
         travelled = torch.where(null, t[:, None], -torch.expm1(-values * t[:, None]) / torch.where(null, 1.0, values))
-        test = -torch.einsum("im,tm,mo->tio", ntk_test.to(torch.float64) @ vectors, travelled, modes)
-        if start_test is not None:
-            test = test + start_test.to(torch.float64).reshape(len(ntk_test), -1)
+        test = first_test - torch.einsum("im,tm,mo->tio", cross @ vectors, travelled, modes)
     return LearningCurve(t, train, test, ((train - y) ** 2).mean((1, 2)))
 
 
-def _symmetric(kernel: Tensor) -> Tensor:
-    kernel = torch.as_tensor(kernel)
-    if kernel.dim() != 2 or kernel.shape[0] != kernel.shape[1] or kernel.shape[0] == 0:
+def _symmetric(kernel: Any) -> tuple[Tensor, float]:
+    """Return the kernel in float64, and the rounding of the type it came in."""
+    rounding = torch.finfo(kernel.dtype).eps if isinstance(kernel, Tensor) and kernel.is_floating_point() else 0.0
+    kernel = reals("the kernel", kernel)
+    if kernel.dim() != 2 or kernel.shape[0] != kernel.shape[1]:
         raise TheoryError(f"a kernel must be a square matrix, not of shape {tuple(kernel.shape)}.")
-    if not bool(torch.isfinite(kernel).all()):
-        raise TheoryError("the kernel has non-finite entries; look for NaN or infinity in the inputs.")
     if not torch.allclose(kernel, kernel.T, rtol=1e-6, atol=1e-9 * float(kernel.abs().max())):
         raise TheoryError("the kernel is not symmetric; a kernel between two sets of points has no eigenvalues.")
-    return (kernel + kernel.T) / 2
+    return (kernel + kernel.T) / 2, max(rounding, torch.finfo(torch.float64).eps)

@@ -1,9 +1,10 @@
-"""Duals of millions of pairs of unequal variance, for activations without a closed form.
+"""Duals of millions of pairs, for activations without a closed form.
 
-For one activation the dual is a function of two variances and a correlation. Where all kinks are at 0 it is analytic
-in (log q1, log q2, theta = arccos rho), so a Chebyshev interpolant through a few thousand exact values holds it to
-rounding, and evaluating that for all pairs is a matrix product per degree in theta. A kink off 0 makes a cone at (q1 =
-q2, rho = 1), around which no polynomial converges: such activations have none.
+For one activation the dual is a function of two variances and theta = arccos(rho). In theta it is smooth up to both
+ends, where in rho it is not, so a short Chebyshev series holds it to rounding. Where all kinks are at 0 it is analytic
+in the logarithms of the variances, too: some twenty Chebyshev nodes carry a range of them, and of the matrix of node
+values that belongs to a degree only the numerical rank is kept. A kink off 0 makes a cone at (q1 = q2, rho = 1),
+around which no polynomial converges: such activations have a series for equal variances only.
 """
 
 from __future__ import annotations
@@ -12,122 +13,139 @@ import math
 from dataclasses import dataclass
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from .activations import Activation
-from .quadrature import CPU, breakpoints, gauss_panels, normal_nodes
-from .series import LARGEST, hermite, low_order
+from .integrals import over_rho
+from .quadrature import CPU, normal_nodes
+from .series import LARGEST, hermite
 
-_ANGLES = 96
+_ROUNDING = 1e-15  # of coefficients, over the largest
 
 
 @dataclass(frozen=True)
 class Surface:
-    """Covariance over (sqrt(q1 q2) rho), and slope, of all pairs of two lists of variances.
+    """Covariance / sqrt(q1 q2), and slope, of all pairs of two lists of variances at angles near `middle`.
 
     Attributes:
-        fit: coefficients, (2, degrees in theta, nodes, nodes).
-        left: what carries values at the nodes to each variance of the rows, (rows, nodes).
-        right: the same for the columns.
+        middle: of the interval of angles.
+        half: half its length.
+        terms: for each of the two functions and each degree in theta, factors (rows, rank) and (rank, columns).
     """
 
-    fit: Tensor
-    left: Tensor
-    right: Tensor
+    middle: float
+    half: float
+    terms: tuple[list[tuple[Tensor, Tensor]], ...]
 
     def __call__(self, rows: slice, columns: slice, rho: Tensor) -> tuple[Tensor, Tensor]:
         """Return covariance / sqrt(q1 q2) and slope of a block of pairs with correlations rho."""
-        t, right = torch.acos(rho) * (2 / math.pi) - 1, self.right[columns].T
+        t = (torch.acos(rho) - self.middle) / self.half
         found = []
-        for fit in self.fit:
-            first, *rest = self.left[rows] @ fit
+        for terms in self.terms:
             older, newer = torch.zeros_like(rho), torch.zeros_like(rho)
-            for c in reversed(rest):  # Clenshaw
-                older, newer = newer, torch.addmm(older, c, right, beta=-1).addcmul_(newer, t, value=2)
-            found.append(torch.addmm(older, first, right, beta=-1).addcmul_(newer, t))
+            for degree in range(len(terms) - 1, -1, -1):  # Clenshaw
+                left, right = terms[degree]
+                step = torch.addmm(older, left[rows], right[:, columns], beta=-1)
+                older, newer = newer, step.addcmul_(newer, t, value=2.0 if degree else 1.0)
+            found.append(newer)
         return found[0] * rho, found[1]
 
 
-def surface(activation: Activation, q1: Tensor, q2: Tensor) -> Surface | None:
-    """Return the interpolant for pairs of these variances; None where there is none of full accuracy."""
-    least, most = float(torch.minimum(q1.min(), q2.min())), float(torch.maximum(q1.max(), q2.max()))
-    if set(activation.kinks) - {0.0} or most > LARGEST:
-        return None
-    # rounded outwards to powers of 4, so that the layers of a network share it
-    low, high = math.floor(math.log(least, 4)) * math.log(4), math.ceil(math.log(most, 4) + 1e-9) * math.log(4)
-    fit = _fit(activation, low, high)
+def surface(
+    activation: Activation, q1: Tensor, q2: Tensor, angles: tuple[float, float] = (0.0, math.pi)
+) -> Surface | None:
+    """Return the interpolant for pairs of these variances and angles; None where there is none of full accuracy."""
+    q = torch.cat([q1, q2])
+    if float(q.max() - q.min()) <= 1e-14 * float(q.min()):
+        fit, weights = _fit(activation, (float(q[0]),)), [torch.ones_like(side)[:, None] for side in (q1, q2)]
+    else:
+        nodes = variance_nodes(activation, q)
+        if nodes is None:
+            return None
+        fit, weights = _fit(activation, tuple(nodes.tolist())), [interpolation(nodes, side) for side in (q1, q2)]
     if fit is None:
         return None
-    nodes = _nodes(fit.shape[-1]).to(q1.device)
-    sign = torch.cos(torch.arange(len(nodes), device=q1.device) * math.pi) * torch.sqrt(1 - nodes**2)
-
-    def weights(q: Tensor) -> Tensor:  # barycentric
-        x = (2 * torch.log(q)[:, None] - low - high) / (high - low) - nodes
-        ratio = sign / torch.where(x.abs() < 1e-15, 1e-15, x)
-        return ratio / ratio.sum(1, keepdim=True)
-
-    return Surface(fit.to(q1.device), weights(q1), weights(q2))
+    middle, half = (angles[0] + angles[1]) / 2, max((angles[1] - angles[0]) / 2, 1e-3)
+    return Surface(middle, half, tuple(_factors(f, weights[0], weights[1]) for f in _narrowed(fit, middle, half)))
 
 
-@lru_cache(maxsize=64)
-def _fit(activation: Activation, low: float, high: float) -> Tensor | None:
-    # the dual is analytic for |Im log q| < pi: the ellipse in that strip tells how many nodes give 14 digits
-    half = (high - low) / 2
-    count = 2 + math.ceil(32 / math.log((math.pi + math.hypot(math.pi, half)) / half))
-    if count > 48:
+def variance_nodes(activation: Activation, q: Tensor) -> Tensor | None:
+    """Return variances from which any Gaussian moment of phi is interpolated to all of q; None if there are none."""
+    least, most = float(q.min()), float(q.max())
+    if set(activation.kinks) - {0.0} or most > LARGEST:
         return None
-    q = torch.exp((low + high) / 2 + half * _nodes(count))
-    theta = (_nodes(_ANGLES) + 1) * (math.pi / 2)
-    samples = _by_series(activation, q, theta)
-    if samples is None:
-        samples = _by_sectors(activation, q, theta)
-    # whole numbers of steps, since the rounding of d * theta would be noise in the coefficients
-    turns = torch.arange(_ANGLES)[:, None] * (2 * torch.arange(_ANGLES) + 1) % (4 * _ANGLES)
-    transform = torch.cos(turns.double() * (math.pi / 2 / _ANGLES)) * (2 / _ANGLES)
-    transform[0] /= 2
-    fit = torch.einsum("dt,vabt->vdab", transform.to(CPU), samples)
-    size = (fit.abs().amax((2, 3)) / fit.abs().amax((1, 2, 3))[:, None]).amax(0)
-    kept = int((size > 4e-15).nonzero().max()) + 1
-    return fit[:, :kept].contiguous() if float(size[-8:].max()) < 1e-13 else None
+    # rounded outwards to powers of 4, so that the layers of a network share them
+    low, high = math.floor(math.log(least, 4)), math.ceil(math.log(most, 4) + 1e-9)
+    middle, half = (high + low) / 2 * math.log(4), (high - low) / 2 * math.log(4)
+    # moments are analytic for |Im log q| < pi: the ellipse in that strip tells how many nodes give 14 digits
+    count = 2 + math.ceil(32 / math.log((math.pi + math.hypot(math.pi, half)) / half))
+    return None if count > 48 else torch.exp(middle + half * _nodes(count))
+
+
+def interpolation(nodes: Tensor, q: Tensor) -> Tensor:
+    """Return the (q, nodes) matrix that carries values at `variance_nodes` to q (barycentric, in log q)."""
+    unit, log = _nodes(len(nodes)), torch.log(nodes)
+    half = (log[0] - log[-1]) / (unit[0] - unit[-1])
+    sign = torch.cos(torch.arange(len(nodes), device=CPU) * math.pi) * torch.sqrt(1 - unit**2)
+    x = (torch.log(q.to(CPU))[:, None] - (log[0] + log[-1]) / 2) / half - unit
+    ratio = sign / torch.where(x.abs() < 1e-15, 1e-15, x)
+    return (ratio / ratio.sum(1, keepdim=True)).to(q.device)
+
+
+def _factors(fit: Tensor, left: Tensor, right: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Carry the node values of each degree, cut to their numerical rank, to the rows and columns."""
+    u, s, v = torch.linalg.svd(fit)
+    least = _ROUNDING * float(s.max())
+    found = []
+    for degree in range(int((s[:, 0] > least).nonzero().max()) + 1):
+        rank = max(1, int((s[degree] > least).sum()))
+        found.append((left.to(CPU) @ u[degree, :, :rank] * s[degree, :rank], v[degree, :rank] @ right.to(CPU).T))
+    return [(a.to(left.device), b.contiguous().to(left.device)) for a, b in found]
+
+
+def _narrowed(fit: Tensor, middle: float, half: float) -> Tensor:
+    """Re-expand Chebyshev coefficients on [0, pi] for a narrower interval, where fewer degrees count."""
+    degrees = torch.arange(fit.shape[1], dtype=torch.float64, device=CPU)
+    theta = (middle + half * _nodes(fit.shape[1])).clamp(0.0, math.pi)
+    values = torch.cos(torch.acos(theta * (2 / math.pi) - 1)[:, None] * degrees)
+    return torch.einsum("ed,vdab->veab", _transform(fit.shape[1]) @ values, fit)
+
+
+@lru_cache(maxsize=128)
+def _fit(activation: Activation, variances: tuple[float, ...]) -> Tensor | None:
+    """Return Chebyshev coefficients in theta between all pairs of variances, (2, degrees, variances, variances)."""
+    q = torch.tensor(variances, dtype=torch.float64, device=CPU)
+    scale = torch.sqrt(q)
+    for count in (48, 96, 192) if max(variances) <= 4 else (96, 192):  # degrees grow with the variance
+        theta = (_nodes(count) + 1) * (math.pi / 2)
+        a = hermite(activation, q)
+        if a is None:
+            z, w = normal_nodes(activation.kinks, scale.numpy())
+            mean = (w * activation(scale[:, None] * z).detach()).sum(-1)
+            samples = over_rho(activation, q, mean, theta)
+        else:
+            order = torch.arange(1, a.shape[1], dtype=torch.float64, device=CPU)
+            powers, a = torch.cos(theta)[:, None] ** (order - 1), a[:, 1:]
+            samples = torch.stack([torch.einsum("ak,bk,tk->abt", a, a * n, powers) for n in (order**0, order)])
+            samples[1] /= scale[:, None, None] * scale[:, None]
+        samples[0] /= scale[:, None, None] * scale[:, None]
+        fit = torch.einsum("dt,vabt->vdab", _transform(count), samples)
+        size = (fit.abs().amax((2, 3)) / fit.abs().amax((1, 2, 3))[:, None]).amax(0)
+        if float(size[-8:].max()) < 1e-13:
+            return fit[:, : int((size > 4 * _ROUNDING).nonzero().max()) + 1].contiguous()
+    return None
 
 
 def _nodes(count: int) -> Tensor:
     return torch.cos((torch.arange(count, dtype=torch.float64, device=CPU) + 0.5) * (math.pi / count))
 
 
-def _by_series(activation: Activation, q: Tensor, theta: Tensor) -> Tensor | None:
-    a = hermite(activation, q)
-    if a is None:
-        return None
-    order = torch.arange(1, a.shape[1], dtype=torch.float64, device=CPU)
-    powers = torch.cos(theta)[:, None] ** (order - 1)
-    scaled = a[:, 1:] / torch.sqrt(q)[:, None]
-    return torch.stack([torch.einsum("ak,bk,tk->abt", scaled, scaled * n, powers) for n in (order**0, order)])
-
-
-def _by_sectors(activation: Activation, q: Tensor, theta: Tensor) -> Tensor:
-    """Integrate in polar coordinates over the four sectors that the lines u = 0 and v = 0 leave."""
-    z, w = normal_nodes((0.0,), math.sqrt(float(q.max())))
-    ends = breakpoints((0.0,), math.sqrt(float(q.max())))
-    radius, dr = gauss_panels(ends[(ends >= 0) & (ends <= 10)], 12)
-    ring = dr * radius * torch.exp(-(radius**2) / 2) / (2 * math.pi)
-    scale = torch.sqrt(q)
-    mean = torch.stack([(w * activation(s * z).detach()).sum() for s in scale])
-    few = low_order(activation, q)
-    found = torch.empty(2, len(q), len(q), len(theta), dtype=torch.float64, device=CPU)
-    for i, t in enumerate(theta.tolist()):
-        angle, da = gauss_panels(np.array([-math.pi, 2 * t - math.pi, math.pi, 2 * t + math.pi, 3 * math.pi]) / 2, 32)
-        measure = (da[:, None] * ring).flatten()
-        sides = []
-        for c in (torch.cos(angle), torch.cos(angle - t)):
-            x = scale[:, None] * (c[:, None] * radius).flatten()
-            sides.append((activation(x).detach() - mean[:, None], activation.derivative(x)))
-        (u, du), (v, dv) = sides
-        rho = math.cos(t)
-        near_zero = few[:, None] * few * rho ** torch.arange(few.shape[1], dtype=torch.float64)
-        value = near_zero.sum(-1) if abs(rho) < 0.03 else (u * measure) @ v.T / rho
-        found[0, :, :, i] = value / (scale[:, None] * scale)
-        found[1, :, :, i] = (du * measure) @ dv.T
-    return found
+@lru_cache(maxsize=64)
+def _transform(count: int) -> Tensor:
+    """Return the matrix from values at Chebyshev nodes to coefficients."""
+    # whole numbers of steps, since the rounding of d * theta would be noise in the coefficients
+    turns = torch.arange(count)[:, None] * (2 * torch.arange(count) + 1) % (4 * count)
+    transform = torch.cos(turns.double() * (math.pi / 2 / count)) * (2 / count)
+    transform[0] /= 2
+    return transform.to(CPU)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .activations import Activation, resolve
-from .dual import check_correlation, leaky_slope, pair_moments, power_at, require_continuous
+from .arguments import number, whole
+from .dual import check_correlation, leaky_slope, moments, pair_moments, require_continuous
 from .errors import TheoryError
 
 KINDS = ("straight", "weight_mean", "batch_norm")
@@ -78,18 +78,16 @@ class Transition:
 
     def __post_init__(self) -> None:
         """Refuse what no layer can be."""
-        if self.kind not in KINDS:
+        if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise TheoryError(f"unknown kind {self.kind!r}: use one of {', '.join(map(repr, KINDS))}.")
         object.__setattr__(self, "activation", resolve(self.activation))
-        if not (isinstance(self.sigma_b2, (int, float)) and 0 <= self.sigma_b2 < math.inf):
-            raise TheoryError(f"sigma_b2 is a variance: it must be finite and at least 0, not {self.sigma_b2!r}.")
-        number = isinstance(self.sigma_w2, (int, float)) and 0 < self.sigma_w2 < math.inf
-        if not number and self.sigma_w2 != "stable":
-            raise TheoryError(f"sigma_w2 must be a positive number or 'stable', not {self.sigma_w2!r}.")
-        if not number and self.sigma_b2 >= 1:
+        object.__setattr__(self, "sigma_b2", number("sigma_b2, a variance,", self.sigma_b2, least=0))
+        if not (isinstance(self.sigma_w2, str) and self.sigma_w2 == "stable"):
+            object.__setattr__(self, "sigma_w2", number("sigma_w2, if not 'stable',", self.sigma_w2, above=0))
+        elif self.sigma_b2 >= 1:
             raise TheoryError(f"no stable sigma_w2 exists for sigma_b2 = {self.sigma_b2}: it must be below 1.")
-        if self.fan_in is not None and (not isinstance(self.fan_in, int) or self.fan_in < 2):
-            raise TheoryError(f"fan_in must be an integer of at least 2, not {self.fan_in!r}.")
+        if self.fan_in is not None:
+            object.__setattr__(self, "fan_in", whole("fan_in", self.fan_in, 2))
 
     @property
     def centred(self) -> bool:
@@ -98,7 +96,8 @@ class Transition:
 
     def layer_power(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return E[phi^2], less the squared mean where the layer centres, and E[phi'^2], at variances q."""
-        return power_at(self._phi, q, self.centred)
+        found = moments(self._phi, q)
+        return found.variance if self.centred else found.second, found.slope
 
     @property
     def _phi(self) -> Activation:
@@ -125,8 +124,7 @@ class Transition:
 
     def variance_map(self, q: float) -> float:
         """Return the variance after a layer whose input has variance q."""
-        if not 0 <= q < math.inf:
-            raise TheoryError(f"a variance q must be finite and at least 0, not {q}.")
+        q = max(number("a variance q", q, least=0), 1e-300)  # the limit at 0 is phi(0)
         if self.kind == "batch_norm":
             return 1.0
         return self.effective_w2 * float(self.layer_power(_scalar(q))[0]) + self.sigma_b2
@@ -261,15 +259,9 @@ class Transition:
         return torch.stack(path)
 
 
-def check_depth(depth: SupportsIndex) -> int:
+def check_depth(depth: Any) -> int:
     """Return a number of layers as int, refusing what is none."""
-    try:
-        count = operator.index(depth)
-    except TypeError:
-        count = 0
-    if isinstance(depth, bool) or count < 1:
-        raise TheoryError(f"depth counts weight layers: it must be an integer of at least 1, not {depth!r}.")
-    return count
+    return whole("depth counts weight layers: it", depth)
 
 
 def _scalar(q: float) -> Tensor:
