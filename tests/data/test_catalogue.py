@@ -45,10 +45,10 @@ def test_subsets_are_even_over_classes_and_grow():
         data.load("digits", limit=0)
 
 
-@pytest.mark.parametrize("nested", [True, False])
+@pytest.mark.parametrize("where", ["", "cifar10", "cifar10/plain_text", "plain_text"])
 @pytest.mark.parametrize("by_environment", [True, False])
-def test_local_files_are_found(tmp_path, monkeypatch, nested, by_environment):
-    folder = tmp_path / "cifar10" if nested else tmp_path
+def test_local_files_are_found(tmp_path, monkeypatch, where, by_environment):
+    folder = tmp_path / where
     pictures = parquet_files.pictures(5)
     parquet_files.write(folder / "train-00000-of-00002.parquet", pictures[:3], [0, 1, 2], label="label")
     parquet_files.write(folder / "train-00001-of-00002.parquet", pictures[3:], [9, 4], label="label")
@@ -60,6 +60,12 @@ def test_local_files_are_found(tmp_path, monkeypatch, nested, by_environment):
         assert torch.equal(image, torch.from_numpy(pixels).permute(2, 0, 1))
     with pytest.raises(DataError, match=r"no test\*\.parquet of cifar10 in"):
         data.load("cifar10", "test", data_dir=tmp_path)
+
+
+def test_a_missing_part_is_named(tmp_path):
+    parquet_files.write(tmp_path / "train-00000-of-00002.parquet", parquet_files.pictures(1), [0])
+    with pytest.raises(DataError, match=r"holds a part of cifar100: train-00001-of-00002.parquet is missing"):
+        data.load("cifar100", data_dir=tmp_path)
 
 
 def test_the_hub_is_asked_where_no_folder_is_given(tmp_path, monkeypatch):
@@ -107,6 +113,7 @@ def test_a_missing_package_is_said_with_the_extra(module, name, package, tmp_pat
         ({"name": "digits", "split": "val"}, "split must be"),
         ({"name": "digits", "augment": "much"}, "augment must be"),
         ({"name": "cifar10", "data_dir": "/nowhere/at/all"}, "'/nowhere/at/all' does not exist"),
+        ({"name": "cifar10", "data_dir": __file__}, "test_catalogue.py' is a file"),
         ({"name": "imagenet"}, "is read from a folder"),
         ({"name": "folder:/nowhere"}, "'/nowhere' does not exist"),
     ],

@@ -94,6 +94,12 @@ def test_grey_and_transparent_images_become_rgb(tree):
     assert batch(data.load(f"folder:{tree}", "test"), [torch.arange(4)], augment=False).shape[1] == 3
 
 
+def test_more_than_eight_bits_are_refused_instead_of_turning_white(tree):
+    Image.fromarray(np.full((30, 30), 30000, np.uint16)).save(tree / "val" / "ant" / "0.png")
+    with pytest.raises(DataError, match=r"val/ant/0.png: it has more than 8 bits per pixel \(mode I"):
+        batch(data.load(f"folder:{tree}", "test"), [torch.arange(3)], augment=False)
+
+
 def test_what_is_out_of_place_is_named(tree):
     for path, says in (
         ("train/notes.txt", "outside the class folders"),
@@ -103,8 +109,10 @@ def test_what_is_out_of_place_is_named(tree):
         with pytest.raises(DataError, match=f"{path}.*{says}"):
             data.load(f"folder:{tree}")
         (tree / path).unlink()
-    (tree / "train" / ".hidden").write_text("x")  # what systems leave behind
-    assert len(data.load(f"folder:{tree}")) == 6
+    (tree / "train" / ".hidden").write_text("x")  # what systems and editors leave behind
+    (tree / "train" / ".checkpoints").mkdir()
+    source = data.load(f"folder:{tree}")
+    assert (len(source), source.classes, source.labels.tolist()) == (6, 2, [0, 0, 0, 1, 1, 1])
     (tree / "val" / "cow").mkdir()
     with pytest.raises(DataError, match="val/cow' is a class that the training folder does not have"):
         data.load(f"folder:{tree}", "test")

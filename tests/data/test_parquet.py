@@ -37,13 +37,13 @@ def jpeg_of(pixels: np.ndarray) -> bytes:
 @pytest.mark.parametrize(
     ("cell", "says"),
     [
-        (b"no image at all", "row 1: the image does not decode"),
+        (b"no image at all", r"row 1: the image does not decode \(no format that Pillow knows\)"),
         (parquet_files.encoded(GOOD[0])[:900], "row 1: the image does not decode"),
         (b"", "row 1: the image does not decode"),
         (None, "row 1: the image is missing"),
-        (parquet_files.pictures(1, (32, 31, 3))[0], r"row 1: the image is 32 x 31 x 3 .*must be 32 x 32 x 3"),
-        (parquet_files.pictures(1, (32, 32))[0], "row 1: the image is 32 x 32 x 1"),
-        (parquet_files.pictures(1, (32, 32, 4))[0], "row 1: the image is 32 x 32 x 4"),
+        (parquet_files.pictures(1, (32, 31, 3))[0], r"row 1: the image is 32 x 31 RGB .*must be 32 x 32 RGB"),
+        (parquet_files.pictures(1, (32, 32))[0], "row 1: the image is 32 x 32 L "),
+        (parquet_files.pictures(1, (32, 32, 4))[0], "row 1: the image is 32 x 32 RGBA "),
     ],
 )
 def test_an_image_that_is_wrong(tmp_path, cell, says):
@@ -58,10 +58,23 @@ def test_the_row_is_that_of_the_file_that_holds_it(tmp_path):
         load(tmp_path)
 
 
+def test_a_palette_does_not_pass_for_grey(tmp_path):
+    buffer = io.BytesIO()
+    Image.fromarray(parquet_files.pictures(1, (28, 28))[0]).convert("P").save(buffer, "PNG")
+    parquet_files.write(tmp_path / "train.parquet", [buffer.getvalue()], [0], "image", "label")
+    with pytest.raises(DataError, match=r"row 0: the image is 28 x 28 P .*must be 28 x 28 L"):
+        data.load("mnist", data_dir=tmp_path)
+
+
 @pytest.mark.parametrize(("label", "says"), [(100, "row 2: the label is 100"), (-1, "is -1"), (None, "is missing")])
 def test_a_label_out_of_range(tmp_path, label, says):
     parquet_files.write(tmp_path / "train.parquet", GOOD, [0, 99, label])
     fails(tmp_path, says)
+
+
+def test_a_label_that_no_signed_number_holds(tmp_path):
+    parquet_files.write(tmp_path / "train.parquet", GOOD, pa.array([0, 2**64 - 1, None], pa.uint64()))
+    fails(tmp_path, "row 1: the label is 18446744073709551615")
 
 
 def test_wrong_columns(tmp_path):

@@ -149,7 +149,10 @@ def test_weights_start_as_the_authors_draw_them():
         ({"name": "zzz"}, "Known: vgg11"),
         ({"name": "resnet18", "input": "mnist"}, "input must be"),
         ({"name": "resnet18", "width": 0}, "width must be"),
-        ({"name": "resnet18", "num_classes": 0}, "at least 1"),
+        ({"name": "resnet18", "width": "1"}, "width must be"),
+        ({"name": "resnet18", "num_classes": 0}, "num_classes must be a whole number, at least 1, not 0"),
+        ({"name": "resnet18", "num_classes": 2.5}, "num_classes must be a whole number"),
+        ({"name": "mlp10", "image": 0}, "image must be a whole number"),
     ],
 )
 def test_mistakes_are_named(arguments, says):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,38 +24,33 @@ Split = Literal["train", "test"]
 
 @dataclass(frozen=True)
 class _Known:
-    """A data set on the hub."""
+    """A data set that fits in memory, and where it is on the hub."""
 
-    repository: str
-    folder: str
-    columns: tuple[tuple[str, ...], tuple[str, ...]]
     classes: int
     shape: tuple[int, int, int]
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    pad: int = 4
-    flip: bool = True
+    pad: int
+    flip: bool
+    repository: str = ""
+    folder: str = ""
+    labels: tuple[str, ...] = ("label",)
 
 
-_IMAGE = ("img", "image")
+_CIFAR10 = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
+_CIFAR100 = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
 _KNOWN = {
-    "mnist": _Known(
-        "ylecun/mnist", "mnist", (_IMAGE, ("label",)), 10, (1, 28, 28), (0.1307,), (0.3081,), pad=2, flip=False
-    ),
-    "cifar10": _Known(
-        *("uoft-cs/cifar10", "plain_text", (_IMAGE, ("label",)), 10, (3, 32, 32)),
-        *((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
-    ),
-    "cifar100": _Known(
-        *("uoft-cs/cifar100", "cifar100", (_IMAGE, ("fine_label", "label")), 100, (3, 32, 32)),
-        *((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762)),
-    ),
+    "digits": _Known(10, (1, 8, 8), (0.3053,), (0.3761,), 1, False),
+    "mnist": _Known(10, (1, 28, 28), (0.1307,), (0.3081,), 2, False, "ylecun/mnist", "mnist"),
+    "cifar10": _Known(10, (3, 32, 32), *_CIFAR10, 4, True, "uoft-cs/cifar10", "plain_text"),
+    "cifar100": _Known(100, (3, 32, 32), *_CIFAR100, 4, True, "uoft-cs/cifar100", "cifar100", ("fine_label", "label")),
 }
+_SHARD = re.compile(r"-(\d+)-of-(\d+)\.parquet$")
 
 
 def names() -> list[str]:
     """The data sets that `load` knows; ``folder:PATH`` is any folder of class folders."""
-    return ["digits", *_KNOWN, "imagenet", "folder:PATH"]
+    return [*_KNOWN, "imagenet", "folder:PATH"]
 
 
 def load(
@@ -98,22 +94,19 @@ def load(
             raise DataError("imagenet is read from a folder: give data_dir (--data-dir) or set MIMICNORM_DATA")
         path = root / "imagenet" if (root / "imagenet").is_dir() else root
         return Folder.open(path, split, limit=limit, augment=augment)
-    if name == "digits":
-        images, labels = _digits(split, limit)
-        return Memory(
-            *("digits", 10, (1, 8, 8), "cifar", augment, (0.3053,), (0.3761,)), images, labels, pad=1, flip=False
-        )
     if name not in _KNOWN:
         near = difflib.get_close_matches(name.lower(), names(), n=2, cutoff=0.5)
         hint = f" Did you mean {' or '.join(near)}?" if near else ""
         raise NameNotFoundError(f"there is no data set {name!r}.{hint} Known: {', '.join(names())}.")
     known = _KNOWN[name]
-    files = _hub_files(name, split) if root is None else _local_files(name, split, root)
-    images, labels = read(files, known.columns, classes=known.classes, shape=known.shape, limit=limit)
-    return Memory(
-        *(name, known.classes, known.shape, "cifar", augment, known.mean, known.std),
-        *(images, labels, known.pad, known.flip),
-    )
+    if name == "digits":
+        images, labels = _digits(split, limit)
+    else:
+        files = _hub_files(name, split) if root is None else _local_files(name, split, root)
+        columns = (("img", "image"), known.labels)
+        images, labels = read(files, columns, classes=known.classes, shape=known.shape, limit=limit)
+    kind = (name, known.classes, known.shape, "cifar", augment, known.mean, known.std)
+    return Memory(*kind, images, labels, known.pad, known.flip)
 
 
 def _digits(split: Split, limit: int | None) -> tuple[Tensor, Tensor]:
@@ -130,14 +123,21 @@ def _digits(split: Split, limit: int | None) -> tuple[Tensor, Tensor]:
 
 def _local_files(name: str, split: Split, root: Path) -> list[Path]:
     if not root.is_dir():
-        raise DataError(f"the data folder {str(root)!r} does not exist")
-    folder = root / name if (root / name).is_dir() else root
+        raise DataError(f"the data folder {str(root)!r} {'is a file' if root.exists() else 'does not exist'}")
+    inner = _KNOWN[name].folder  # of the hub's repository, where that was copied whole
+    places = (root / name, root / name / inner, root / inner, root)
+    folder = next((place for place in places if any(place.glob("*.parquet"))), root / name)
     files = sorted(folder.glob(f"{split}*.parquet"))
     if not files:
         raise DataError(
-            f"no {split}*.parquet of {name} in {str(folder)!r}: put the hub's files there or in {str(root / name)!r}, "
-            f"or give no data folder to fetch them from the hub"
+            f"no {split}*.parquet of {name} in {str(folder)!r}: put the hub's files there, or give no data folder to "
+            "fetch them from the hub"
         )
+    shards = [(int(m[1]), int(m[2])) for file in files if (m := _SHARD.search(file.name))]
+    missing = {(number, of) for _, of in shards for number in range(of)} - set(shards)
+    if missing:
+        lost = "{}-{:05d}-of-{:05d}.parquet".format(split, *min(missing))
+        raise DataError(f"{str(folder)!r} holds a part of {name}: {lost} is missing")
     return files
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from mimicnorm.data.counter import uniforms
+from mimicnorm.data.decode import opened
 from mimicnorm.data.requirements import require
 from mimicnorm.data.source import Augment, Source, subset
 from mimicnorm.errors import DataError
@@ -43,7 +44,7 @@ class Folder(Source):
         if here is None:
             raise DataError(f"{str(path)!r} has no folder {' or '.join(SPLITS[split])} of class folders")
         train = path / "train"
-        classes = sorted(p.name for p in (train if train.is_dir() else here).iterdir() if p.is_dir())
+        classes = [p.name for p in _visible(train if train.is_dir() else here) if p.is_dir()]
         files, labels = _listed(here, classes)
         chosen = subset(labels, limit)
         return cls(
@@ -80,8 +81,13 @@ def _as_it_is(batch: Any) -> Any:
     return batch
 
 
+def _visible(folder: Path) -> list[Path]:
+    """What is in a folder but for what systems and editors leave behind, hidden."""
+    return sorted(p for p in folder.iterdir() if not p.name.startswith("."))
+
+
 def _listed(here: Path, classes: list[str]) -> tuple[list[Path], Tensor]:
-    found = sorted(p for p in here.iterdir() if not p.name.startswith("."))
+    found = _visible(here)
     for path in found:
         if not path.is_dir():
             raise DataError(f"{str(path)!r} lies outside the class folders: move it away")
@@ -90,7 +96,7 @@ def _listed(here: Path, classes: list[str]) -> tuple[list[Path], Tensor]:
     files: list[Path] = []
     labels: list[int] = []
     for path in found:
-        inside = sorted(p for p in path.iterdir() if not p.name.startswith("."))
+        inside = _visible(path)
         strange = next((p for p in inside if p.suffix.lower() not in ENDINGS), None)
         if strange is not None:
             raise DataError(f"{str(strange)!r} is no image by its ending ({', '.join(sorted(ENDINGS))}): move it away")
@@ -116,18 +122,22 @@ class _Decoder(Dataset):
     def __getitems__(self, indices: list[int]) -> Tensor | DataError:
         draws = uniforms(self.seed, self.epoch, torch.tensor(indices), 4 * TRIES + 1).tolist()
         images = np.empty((len(indices), self.size, self.size, 3), dtype=np.uint8)
-        pil = require("PIL.Image")
-        for place, (index, drawn) in enumerate(zip(indices, draws, strict=True)):
-            file = self.files[index]
-            try:
-                with pil.open(file) as opened:
-                    image = opened.convert("RGB")
-            except (OSError, SyntaxError, ValueError, pil.DecompressionBombError) as error:
-                return DataError(f"image {index}, {file}: it does not decode ({error})")
-            box = centre(image.size) if self.area is None else random_box(image.size, self.area, drawn)
-            resized = image.resize((self.size, self.size), pil.Resampling.BILINEAR, box=box)
-            images[place] = np.asarray(resized)[:, ::-1] if self.area is not None and drawn[-1] < 0.5 else resized
+        try:
+            for target, index, drawn in zip(images, indices, draws, strict=True):
+                self._decode(index, drawn, target)
+        except DataError as error:
+            return error
         return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
+
+    def _decode(self, index: int, drawn: list[float], target: np.ndarray) -> None:
+        where = f"image {index}, {self.files[index]}: it"
+        with opened(self.files[index], where) as found:
+            if found.mode[0] in "IF":  # Pillow would make nearly all of it white
+                raise DataError(f"{where} has more than 8 bits per pixel (mode {found.mode}): save it with 8")
+            image = found.convert("RGB")
+        box = centre(image.size) if self.area is None else random_box(image.size, self.area, drawn)
+        resized = image.resize((self.size, self.size), require("PIL.Image").Resampling.BILINEAR, box=box)
+        target[...] = np.asarray(resized)[:, ::-1] if self.area is not None and drawn[-1] < 0.5 else resized
 
 
 Box = tuple[float, float, float, float]

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mimicnorm.data.decode import opened
 from mimicnorm.data.requirements import require
 from mimicnorm.data.source import subset
 from mimicnorm.errors import DataError
@@ -72,26 +73,22 @@ def _table(file: Path, columns: Columns) -> tuple:
 
 def _labels(file: Path, column, classes: int) -> Tensor:
     empty = column.is_null().to_numpy(zero_copy_only=False)
-    labels = column.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.int64)
-    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    labels = column.fill_null(0).to_numpy(zero_copy_only=False)
+    wrong = np.flatnonzero(empty | (labels < 0) | (labels >= classes))
     if len(wrong):
         row = int(wrong[0])
         value = "missing" if empty[row] else labels[row]
         raise DataError(f"{file}, row {row}: the label is {value}; labels must be 0 to {classes - 1}")
-    return torch.from_numpy(labels)
+    return torch.from_numpy(labels.astype(np.int64))
 
 
 def _decode(file: Path, row: int, encoded: bytes | None, target: np.ndarray) -> None:
+    where = f"{file}, row {row}: the image"
     if encoded is None:
-        raise DataError(f"{file}, row {row}: the image is missing")
-    pil = require("PIL.Image")
-    try:
-        with pil.open(io.BytesIO(encoded)) as image:
-            pixels = np.asarray(image)
-    except (OSError, SyntaxError, ValueError, pil.DecompressionBombError) as error:
-        raise DataError(f"{file}, row {row}: the image does not decode ({error})") from error
-    pixels = pixels[:, :, None] if pixels.ndim == 2 else pixels
-    if pixels.shape != target.shape or pixels.dtype != np.uint8:
-        expected, got = (" x ".join(map(str, s)) for s in (target.shape, pixels.shape))
-        raise DataError(f"{file}, row {row}: the image is {got} (height, width, channels); it must be {expected} bytes")
-    target[...] = pixels
+        raise DataError(f"{where} is missing")
+    height, width, channels = target.shape
+    expected = f"{height} x {width} {'RGB' if channels == 3 else 'L'}"  # a palette's numbers would pass for greys
+    with opened(io.BytesIO(encoded), where) as image:
+        if (found := f"{image.height} x {image.width} {image.mode}") != expected:
+            raise DataError(f"{where} is {found} (height, width, Pillow's mode); it must be {expected}")
+        target[...] = np.asarray(image).reshape(target.shape)

@@ -76,12 +76,14 @@ def build(
         raise NameNotFoundError(f"there is no network {name!r} here. {hint}")
     if input not in SIZES:
         raise MimicNormError(f"input must be 'imagenet' or 'cifar', not {input!r}")
-    if not (math.isfinite(width) and width > 0):
+    if not (isinstance(width, int | float) and math.isfinite(width) and width > 0):
         raise MimicNormError(f"width must be a positive number, not {width!r}")
-    pixels, classes = SIZES[input]
-    pixels, classes = image or pixels, classes if num_classes is None else num_classes
-    if min(classes, in_channels, pixels) < 1:
-        raise MimicNormError("num_classes, in_channels and image must be at least 1")
+    usual_pixels, usual_classes = SIZES[input]
+    pixels = usual_pixels if image is None else image
+    classes = usual_classes if num_classes is None else num_classes
+    for what, given in (("num_classes", classes), ("in_channels", in_channels), ("image", pixels)):
+        if not isinstance(given, int) or given < 1:
+            raise MimicNormError(f"{what} must be a whole number, at least 1, not {given!r}")
     if name in _CONNECTED:
         model = _CONNECTED[name](num_classes=classes, features=in_channels * pixels**2, width=width)
     else:
