@@ -40,7 +40,7 @@ def test_classes_and_channels_reach_timm_and_torchvision():
     assert models.find("torchvision:resnet18", num_classes=7, in_channels=3).fc.out_features == 7
     with pytest.raises(MimicNormError, match="takes images of 3 channels, not 1"):
         models.find("torchvision:resnet18", in_channels=1)
-    with pytest.raises(MimicNormError, match="input and width are for"):
+    with pytest.raises(MimicNormError, match="set width to 1"):
         models.find("timm:resnet18", width=0.5)
 
 
@@ -48,6 +48,7 @@ def test_a_factory_gets_what_it_takes(mine):
     assert models.find("mynets:full", num_classes=2, in_channels=1).weight.shape == (2, 1, 1, 1)
     assert models.find("mynets:plain", in_channels=3).out_features == 2
     assert models.find("mynets:ready", num_classes=9).out_features == 7
+    assert models.find("mynets:ready") is not models.find("mynets:ready")  # one may be converted, the next not
     for arguments in ({"num_classes": 2}, {"in_channels": 1}):
         with pytest.raises(MimicNormError, match="cannot be called with"):
             models.find("mynets:plain", **arguments)

@@ -74,7 +74,9 @@ def test_the_one_before_a_damaged_one_is_used_and_the_damage_named(tmp_path: Pat
     assert state == {"step": 1}
     assert len(damaged) == 1
     assert "step-000000002.safetensors is damaged" in damaged[0]
-    (tmp_path / "step-000000001.safetensors").write_bytes(b"")
+    checkpoint.save(tmp_path, 0, {"x": torch.tensor(0)}, {"step": 0})
+    assert len(list(tmp_path.iterdir())) == 1  # the damaged one does not take the place of a good one
+    (tmp_path / "step-000000000.safetensors").write_bytes(b"")
     with pytest.raises(CheckpointError, match="no other to go on from"):
         checkpoint.load_latest(tmp_path)
 

@@ -29,7 +29,10 @@ def test_every_field_of_a_recipe_is_a_flag(tmp_path, capsys, monkeypatch):
         (["digits-resnet10", "--settings", "residual:linear"], "no NAME=VALUE"),
         (["digits-resnet10", "--model", "resnet19"], "Near ones"),
         (["digits-resnet10", "--data", "digit"], "Did you mean digits"),
-        (["digits-resnet10", "--batch", "5000"], "does not fit 1438 training images"),
+        (["digits-resnet10", "--batch", "5000"], "it must be at most 1438, the number of training images"),
+        (["digits-resnet10", "--model", "timm:resnet18"], "set width to 1 (--width 1)"),
+        (["digits-resnet10", "--checkpoint-steps", "-1"], "checkpoint_steps=-1"),
+        (["digits-resnet10", "--device", "meta"], "device 'meta' cannot be used"),
         (["digits-resnet10", "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
     ],
 )

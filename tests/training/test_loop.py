@@ -73,16 +73,19 @@ def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(finished: Path, tmp_
     assert tiny.outcome(tmp_path) == tiny.outcome(finished)
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(finished: Path, tmp_path: Path, capsys, monkeypatch):
+@pytest.mark.parametrize("progress", [True, False])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
+    finished: Path, tmp_path: Path, capsys, monkeypatch, progress
+):
     newest = sorted((interrupted(tmp_path) / "checkpoints").iterdir())[-1]
     data = bytearray(newest.read_bytes())
     data[-100] ^= 4
     newest.write_bytes(data)
     monkeypatch.setattr(tiny.loop, "load", lambda *_: tiny.SOURCES)
-    tiny.loop.train(tiny.recipe(), tmp_path)
+    tiny.loop.train(tiny.recipe(), tmp_path, progress=progress)
     said = capsys.readouterr()
     assert f"{newest} is damaged: its checksum is wrong; going on from step 7 instead" in said.err
-    assert "resumed at step 7" in said.out
+    assert ("resumed at step 7" in said.out) == progress
     assert tiny.outcome(tmp_path) == tiny.outcome(finished)
 
 
@@ -153,8 +156,9 @@ def test_divergence_is_a_result(tmp_path: Path, micro_batch):
 
 
 def test_a_batch_larger_than_the_data_is_refused(tmp_path: Path):
-    with pytest.raises(RecipeError, match="batch=57 does not fit 56 training images"):
+    with pytest.raises(RecipeError, match="batch=57: it must be at most 56, the number of training images"):
         tiny.train(tmp_path, batch=57)
+    assert tiny.train(tmp_path, epochs=1, milestones=()).status == "done"  # the mistake did not claim the folder
 
 
 def test_tensorboard_holds_the_variance_of_every_class(tmp_path: Path):

@@ -45,7 +45,11 @@ def test_a_recipe_is_frozen_and_changed_by_copy():
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"batch": 0}, {"epochs": 0}, {"lr": 0.0}, {"lr": float("nan")}, {"precision": "fp8"}, {"seed": -1}, {"limit": -1}],
+    [
+        *({"batch": 0}, {"epochs": 0}, {"epochs": 1.5}, {"lr": 0.0}, {"lr": float("nan")}, {"lr": float("inf")}),
+        *({"lr": "0.1"}, {"precision": "fp8"}, {"seed": -1}, {"seed": 2**70}, {"limit": -1}, {"scalar_rate": -1.0}),
+        *({"milestones": (1, -2)}, {"warmup_epochs": float("inf")}),
+    ],
 )
 def test_impossible_fields_are_refused(wrong):
     with pytest.raises(RecipeError, match=next(iter(wrong))):

@@ -112,6 +112,26 @@ def test_the_classifier_of_other_packages_stays_as_it_was_built():
     assert torch.equal(network(r, tiny.SOURCES[0])[9].weight, built[9].weight)
 
 
+@pytest.mark.parametrize("method", ["batchnorm", "mimicnorm"])
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        (lambda net, x: (x, x), "gives tuple in training mode; it must give one tensor of logits, .2, 4. for 2 images"),
+        (lambda net, x: x[:, :3], r"gives \(2, 3\) in training mode"),
+        (lambda net, x: x if net.training else (x, x), "gives tuple in evaluation mode"),
+        (lambda net, x: x @ x, r"does not run on images of shape \(2, 3, 6, 6\): RuntimeError: "),
+    ],
+)
+def test_a_network_that_gives_no_logits_is_refused(monkeypatch, method, output, says):
+    class Odd(nn.Sequential):
+        def forward(self, x):
+            return output(self, super().forward(x))
+
+    monkeypatch.setattr(tiny, "odd", lambda num_classes=4: Odd(*tiny.net(num_classes)), raising=False)
+    with pytest.raises(RecipeError, match=says):
+        network(tiny.recipe(model="tiny:odd", method=method), tiny.SOURCES[0])
+
+
 def test_a_state_that_is_put_back_goes_on_bit_for_bit():
     one, two = trainer(), trainer(seed=1)
     for step in range(2):

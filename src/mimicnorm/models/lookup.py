@@ -5,6 +5,7 @@ timm and torchvision are the user's to install; nothing here imports them until 
 
 from __future__ import annotations
 
+import copy
 import difflib
 import importlib
 import inspect
@@ -50,7 +51,7 @@ def find(
             f"{', '.join(names())}.{hint}"
         )
     if input == "cifar" or (width or 1.0) != 1.0:
-        raise MimicNormError(f"{spec!r} has one stem and one width: input and width are for the networks of mimicnorm")
+        raise MimicNormError(f"{spec!r} has one stem and one width: leave input out and set width to 1 (--width 1)")
     arguments = {"num_classes": num_classes, "in_channels": in_channels}
     arguments = {key: value for key, value in arguments.items() if value is not None}
     if source == "timm":
@@ -113,7 +114,7 @@ def _from_factory(spec: str, module_name: str, attribute: str, arguments: dict[s
         raise NameNotFoundError(f"{spec!r}: module {module_name} has no {attribute!r}.{hint}")
     factory = getattr(module, attribute)
     if not isinstance(factory, type) and hasattr(factory, "parameters"):
-        return factory  # a model that is there already, with its own classes and channels
+        return copy.deepcopy(factory)  # a model that is there already; every call gives a fresh one
     try:
         inspect.signature(factory).bind()
     except (TypeError, ValueError) as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
@@ -28,7 +29,10 @@ def network(recipe: Recipe, source: Source) -> nn.Module:
     foreign = ":" in recipe.model
     own = {} if foreign else {"input": source.input, "image": pixels}
     model = models.find(recipe.model, num_classes=source.classes, in_channels=channels, width=recipe.width, **own)  # pyrefly: ignore
-    report = convert_(model, _method(recipe), example=_example(source), init=recipe.init)
+    example = _example(source)
+    if foreign:
+        _require_logits(model, recipe.model, example[:2], source.classes)
+    report = convert_(model, _method(recipe), example=example, init=recipe.init)
     drawn = {step.name for step in report.layers} if report.method.removes_norm else set()
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name not in drawn and not foreign:
@@ -51,6 +55,25 @@ def _method(recipe: Recipe) -> Method:
         except json.JSONDecodeError:
             changes[name] = {"None": None, "True": True, "False": False}.get(value, value)
     return dataclasses.replace(chosen, **changes)
+
+
+def _require_logits(model: nn.Module, name: str, images: Tensor, classes: int) -> None:
+    """Anybody's network may give anything; the loss takes one tensor with a logit per image and class."""
+    probe, expected = copy.deepcopy(model), (len(images), classes)
+    for mode in ("training", "evaluation"):
+        probe.train(mode == "training")
+        try:
+            with torch.no_grad(), torch.random.fork_rng([]):
+                output = probe(images)
+        except Exception as error:  # whatever a forward of the user's raises is theirs to read
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            raise RecipeError(f"{name} does not run on images of shape {tuple(images.shape)}: {reason}") from error
+        found = tuple(output.shape) if isinstance(output, Tensor) else type(output).__name__
+        if found != expected:
+            raise RecipeError(
+                f"{name} gives {found} in {mode} mode; it must give one tensor of logits, {expected} for "
+                f"{len(images)} images"
+            )
 
 
 def _example(source: Source) -> Tensor:

@@ -48,15 +48,20 @@ def weights(tensors: dict[str, Tensor]) -> bytes:
 
 
 def save(folder: Path, step: int, tensors: dict[str, Tensor], state: dict) -> Path:
-    """Add the checkpoint of a step to a folder, then remove all but the newest two."""
+    """Add the checkpoint of a step to a folder, then remove all but it and the one before.
+
+    What is there of later steps was damaged, or the run would have gone on from it.
+    """
     plain = {k: _plain(t) for k, t in tensors.items()}
     text = json.dumps(state, allow_nan=False)
     header = json.dumps({"sha256": _checksum(plain, text), "state": text})
     path = folder / f"step-{step:09d}.safetensors"
     write_atomically(path, safetensors.torch.save(plain, {"mimicnorm": header}))
-    for old in _newest_first(folder)[KEPT:]:
+    found = _newest_first(folder)
+    at = found.index(path)
+    for other in found[:at] + found[at + KEPT :]:
         with contextlib.suppress(OSError):
-            old.unlink()
+            other.unlink()
     return path
 
 

@@ -49,7 +49,7 @@ class RunFolder:
         self._open: dict[str, IO[str]] = {}
 
     def begin(self, recipe: Recipe) -> Result | None:
-        """Make the folder a run of this recipe, or check that it is; returns the result if the run is over."""
+        """See that the folder is new or holds a run of this recipe; returns the result if the run is over."""
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -58,8 +58,6 @@ class RunFolder:
             partial.unlink(missing_ok=True)  # a kill while writing
         if (self.path / "recipe.json").exists():
             self.require_same(recipe, self._read("recipe.json"))
-        else:
-            self.write("recipe.json", recipe.as_dict())
         if (self.path / "result.json").exists():
             return Result(**self._read("result.json"))
         return None

@@ -62,6 +62,8 @@ def train(
         >>> train(recipe("digits-resnet10", epochs=1), "runs/digits").status  # doctest: +SKIP
         'done'
     """
+    if checkpoint_steps < 0 or not checkpoint_seconds >= 0:
+        raise RecipeError(f"{checkpoint_steps=} and {checkpoint_seconds=} must not be negative")
     with joined(device) as processes, opened(Path(out), processes.main) as folder:
         with processes.all_or_none():
             over = folder.begin(recipe) if processes.main else None
@@ -72,7 +74,8 @@ def train(
         steps_per_epoch = len(train_set) // recipe.batch
         if steps_per_epoch == 0 or recipe.batch < processes.size:
             raise RecipeError(
-                f"batch={recipe.batch} does not fit {len(train_set)} training images and {processes.size} processes"
+                f"batch={recipe.batch}: it must be at most {len(train_set)}, the number of training images, and at "
+                f"least {processes.size}, that of processes"
             )
         own_devices = [processes.device] if processes.device.type == "cuda" else []
         with contextlib.ExitStack() as stack:

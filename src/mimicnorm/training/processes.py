@@ -83,7 +83,7 @@ def joined(device: str = "auto") -> Iterator[Processes]:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(device)
-        torch.empty(0, device=chosen)
+        torch.zeros(1, device=chosen).item()
     except (RuntimeError, AssertionError) as error:
         raise RecipeError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
     if chosen.type == "cuda" and chosen.index is None:

@@ -68,8 +68,8 @@ class Progress:
         )
 
     def say(self, text: str, *, error: bool = False) -> None:
-        """One plain line, above the bar if there is one."""
-        if not self.shown:
+        """One plain line, above the bar if there is one; an error is said even where nothing else is shown."""
+        if not (self.shown or error):
             return
         self._last_line = time.monotonic()
         if self.bar is not None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,15 +82,20 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Check what can be checked without data."""
-        for name, least in (("batch", 1), ("epochs", 1), ("log_every", 1), ("limit", 0), ("micro_batch", 0)):
-            if getattr(self, name) < least:
-                raise RecipeError(f"{name}={getattr(self, name)}: it must be at least {least}")
-        for name in ("lr", "width", "gamma", "scalar_rate", "classifier_variance"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise RecipeError(f"{name}={getattr(self, name)}: it must be above 0")
-        for name in ("momentum", "weight_decay", "warmup_epochs", "test_limit", "seed"):
-            if not getattr(self, name) >= 0:
-                raise RecipeError(f"{name}={getattr(self, name)}: it must not be negative")
+        positive = ("lr", "width", "gamma", "scalar_rate", "classifier_variance")
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            if field.type in ("int", "float", "float | None") and value is not None:
+                whole = field.type == "int"
+                if not isinstance(value, int if whole else int | float):
+                    raise RecipeError(f"{name}={value!r}: it must be a {'whole ' if whole else ''}number")
+                least = 1 if name in ("batch", "epochs", "log_every") else 0
+                most = 2**63 if whole else math.inf  # a seed has 64 bits
+                if not least <= value < most or (name in positive and value == 0):
+                    bound = "above 0" if name in positive else f"at least {least}"
+                    raise RecipeError(f"{name}={value}: it must be {bound} and finite")
+        if any(epoch < 0 for epoch in self.milestones):
+            raise RecipeError(f"milestones={self.milestones}: epochs are counted from 0")
         for name, known in (("precision", ("fp32", "bf16", "fp16")), ("augment", ("standard", "light", "none"))):
             if getattr(self, name) not in known:
                 raise RecipeError(f"{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
