@@ -132,7 +132,7 @@ def test_residual_blocks_with_a_readout(name, kind):
 @pytest.mark.parametrize("name", ["gelu", "silu", "tanh"])
 def test_fifty_layers(name):
     t = Transition("straight", name, 1.3, 0.2)
-    state, data = start(X, Y, 1.0, 0.0)
+    state, _ = start(X, Y, 1.0, 0.0)
     for _ in range(49):
-        state, data = layer(name, "straight", 1.3, 0.2, state, [])
+        state, _ = layer(name, "straight", 1.3, 0.2, state, [])
     agree(kernels(torch.tensor(X), 50, t, torch.tensor(Y)), state)
