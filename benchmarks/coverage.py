@@ -1,6 +1,6 @@
 """Convert every BatchNorm classifier of torchvision and timm, and train each for one step.
 
-    python benchmarks/coverage.py [--limit N] [--fresh] [--shard 0/2] [--memory GIB]
+    python benchmarks/coverage.py [--limit N] [--fresh] [--shard 0/2] [--memory GIB] [--retry] [--only NAME]
 
 Resumable: finished models are kept in ``results/coverage.jsonl`` and skipped; the summary is
 ``results/coverage.json``. Shards may run side by side. For each model, at the smallest input it takes: converted
@@ -174,6 +174,7 @@ def main() -> None:
     )
     parser.add_argument("--memory", type=float, default=8.0, help="GiB that one real step may take")
     parser.add_argument("--shard", default="0/1", help="i/n: take every n-th model, beginning with the i-th")
+    parser.add_argument("--only", default=None, help="examine no model but this one")
     options = parser.parse_args()
     shard, shards = map(int, options.shard.split("/"))
     torch.set_num_threads(1)
@@ -181,11 +182,16 @@ def main() -> None:
     log = RESULTS / "coverage.jsonl"
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     if options.retry or options.fresh:
-        kept = [r for r in rows if r["outcome"] in ("converted", "no batch norm") and r.get("step") != "fake"]
-        rows = kept if options.retry else []
+        settled = ("converted", "no batch norm")
+        rows = [
+            r
+            for r in rows
+            if options.only not in (None, r["name"])
+            or (not options.fresh and r["outcome"] in settled and r.get("step") != "fake")
+        ]
         log.write_text("".join(json.dumps(r) + "\n" for r in rows))
     known = {(r["source"], r["name"]) for r in rows}
-    todo = [c for c in candidates()[shard::shards] if c not in known][: options.limit]
+    todo = [c for c in candidates()[shard::shards] if c not in known and options.only in (None, c[1])][: options.limit]
     for i, (source, name) in enumerate(todo):
         if not has_batch_norm(source, name):
             row: dict = {"source": source, "name": name, "outcome": "no batch norm"}

@@ -13,20 +13,11 @@ from mimicnorm.graph import Graph, Node
 from mimicnorm.ops import Kind
 
 _TO_OWNER = (Kind.VIEW, Kind.PAD, Kind.DROPOUT)
-_TO_LAYERS = (Kind.ACTIVATION, Kind.POOL, Kind.DROPOUT, Kind.VIEW, Kind.PAD, Kind.CONSTANT, Kind.RESIZE)
-_TO_INPUT = (Kind.VIEW, Kind.PAD, Kind.DROPOUT, Kind.POOL, Kind.RESIZE, Kind.CONSTANT)
-_TO_END = (
-    Kind.VIEW,
-    Kind.PAD,
-    Kind.POOL,
-    Kind.RESIZE,
-    Kind.DROPOUT,
-    Kind.ACTIVATION,
-    Kind.CONSTANT,
-    Kind.PRODUCT,
-)
+RESHAPED = (*_TO_OWNER, Kind.POOL, Kind.RESIZE, Kind.CONSTANT)
+_TO_LAYERS = (*RESHAPED, Kind.ACTIVATION)
+_TO_END = (*_TO_LAYERS, Kind.PRODUCT)
+_TO_LOGITS = (*RESHAPED, Kind.SOFTMAX)
 _RELUS, _CLAMPS = ("relu", "relu6"), ("clamp", "clip", "clamp_min", "hardtanh", "threshold")
-_TO_LOGITS = (Kind.VIEW, Kind.POOL, Kind.RESIZE, Kind.SOFTMAX, Kind.DROPOUT, Kind.CONSTANT, Kind.PAD)
 
 
 def carried(node: Node) -> Node | None:
@@ -84,7 +75,7 @@ def _only_normalised(node: Node) -> bool:
 
 def on_raw_input(norm: Node) -> bool:
     """Whether a BatchNorm normalises the model's own input."""
-    return walk_back(norm.inputs[0], _TO_INPUT).kind is Kind.INPUT
+    return walk_back(norm.inputs[0], RESHAPED).kind is Kind.INPUT
 
 
 def reached_layers(node: Node) -> list[Node]:
@@ -143,19 +134,16 @@ def _self_gate(product: Node) -> bool:
     kept = carried(product)
     if kept is None:
         return False
-    own = product.ancestors & ~kept.ancestors & ~(1 << product.index)
-    return not any(own >> i & 1 for i in _layer_indices(product))
-
-
-def _layer_indices(node: Node) -> Iterable[int]:
-    seen, front = {node}, [node]
+    front, seen = [product], set()
     while front:
         for parent in front.pop().inputs:
-            if parent not in seen:
-                seen.add(parent)
-                front.append(parent)
-                if parent.kind is Kind.LAYER:
-                    yield parent.index
+            if parent in seen or kept.ancestors >> parent.index & 1:
+                continue
+            if parent.kind is Kind.LAYER:
+                return False
+            seen.add(parent)
+            front.append(parent)
+    return True
 
 
 @dataclass(frozen=True)

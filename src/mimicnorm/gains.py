@@ -10,23 +10,14 @@ import math
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
 
-from mimicnorm.flow import carried
+from mimicnorm.flow import RESHAPED, carried
 from mimicnorm.graph import Node
 from mimicnorm.ops import Kind
 from mimicnorm.theory.activations import ActivationStats, activation_stats
 from mimicnorm.theory.errors import TheoryError
 
 _DRIFT_LIMIT = 1.01  # per layer: 1.6 over 50 layers
-_PASSES_ON = (
-    Kind.VIEW,
-    Kind.PAD,
-    Kind.DROPOUT,
-    Kind.POOL,
-    Kind.RESIZE,
-    Kind.CONSTANT,
-    Kind.PRODUCT,
-    Kind.SOFTMAX,
-)
+_PASSES_ON = (*RESHAPED, Kind.PRODUCT, Kind.SOFTMAX)
 
 
 @dataclass(frozen=True)

@@ -46,13 +46,11 @@ def initialise(model: nn.Module, steps: Plan, init: str, example: Any) -> None:
         )
     with torch.no_grad():
         for step, m in planned:
-            for name, value in _STARTS.items():
-                if isinstance(getattr(m, name, None), Tensor):
-                    getattr(m, name).fill_(value)
-            if step.scale is not None:
-                m.residual_scale.fill_(step.scale)  # pyrefly: ignore
+            _reset(m, step.scale)
         for n in steps.norms:
-            _reset_affine(modules[n.name], n.scale)
+            for m in modules[n.name].modules():
+                if isinstance(m, (Shift, Scale, FixupScalars, GroupNorm)):
+                    _reset(m, n.scale)
         for step, m in planned:
             if init == "theory" or _degenerate(m):  # a tied weight is drawn as its last holder wants it
                 draw_(m.weight, step.gain, step.fan_in)  # pyrefly: ignore
@@ -65,12 +63,11 @@ def draw_(weight: Tensor, gain: float, fan_in: int) -> None:
     weight.normal_(0.0, gain / math.sqrt(fan_in))
 
 
-def _reset_affine(module: nn.Module, scale: float | None) -> None:
-    for m in module.modules():
-        if isinstance(m, (Shift, Scale, FixupScalars, GroupNorm)):
-            for name, value in (*_STARTS.items(), ("residual_scale", scale)):
-                if value is not None and isinstance(getattr(m, name, None), Tensor):
-                    getattr(m, name).fill_(value)
+def _reset(module: nn.Module, scale: float | None) -> None:
+    """Biases, gains and the residual scalar, where there are such, to where they start."""
+    for name, value in (*_STARTS.items(), ("residual_scale", scale)):
+        if value is not None and isinstance(getattr(module, name, None), Tensor):
+            getattr(module, name).fill_(value)
 
 
 def _degenerate(layer: nn.Module) -> bool:
