@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -265,18 +264,18 @@ def _start(
 
 
 @contextmanager
-def _workers() -> Iterator[ThreadPoolExecutor]:
-    """Share blocks, not operations: a block that fits the cache is too short for several threads to split."""
+def _one_thread() -> Iterator[None]:
+    # blocks that fit the cache are too short to share: the threads' waiting costs more than the sum. Nor do Python
+    # threads with a block each help: measured, two of them took 16 times the CPU time of one
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        # the threads do not inherit a caller's inference mode, whose tensors they could not write to
-        with torch.inference_mode(False), ThreadPoolExecutor(threads) as pool:
-            yield pool
+        yield
     finally:
         torch.set_num_threads(threads)
 
 
+@_one_thread()
 def _layer(state: _State, t: Transition) -> _State:
     phi, w2, bias = t.activation, t.effective_w2, t.sigma_b2
     q = state.q1[0]
@@ -297,31 +296,30 @@ def _layer(state: _State, t: Transition) -> _State:
     slow = table is None and not equal and not has_closed_form(phi)
     if slow and hermite(phi, torch.cat([state.q1, state.q2])) is None:
         require_few_pairs(phi, state.pairs, state.layers)
-    with _workers() as pool:
-        k, theta = (torch.empty(state.k.shape, dtype=state.k.dtype, device=state.k.device) for _ in range(2))
+    k, theta = torch.empty_like(state.k), torch.empty_like(state.theta)
 
-        def fill(block: tuple[slice, slice]) -> bool:
-            rows, columns = block
-            rho = state.correlation(rows, columns)
-            if table is not None:
-                value, slope = table(rows, columns, rho)
-                value *= state.scale(rows, columns)
-                if not t.centred:
-                    value += one1.mean[rows, None] * one2.mean[columns]
-                same = state.collinear[rows, columns]  # outside the table's angles
-                value = torch.where(same, power1[rows, None], value)
-                slope = torch.where(same, one1.slope[rows, None], slope)
-            else:
-                value, slope = pair_moments(
-                    phi, *((q, q) if equal else (state.q1[rows, None], state.q2[columns])), rho, t.centred
-                )
-            if t.kind == "batch_norm":
-                value = value + shift1[rows, None] * shift2[columns]
-            k[rows, columns] = new = w2 * value + bias
-            theta[rows, columns] = new = torch.addcmul(new, slope, state.theta[rows, columns], value=w2)
-            return math.isfinite(float(new.sum()))
+    def fill(block: tuple[slice, slice]) -> bool:
+        rows, columns = block
+        rho = state.correlation(rows, columns)
+        if table is not None:
+            value, slope = table(rows, columns, rho)
+            value *= state.scale(rows, columns)
+            if not t.centred:
+                value += one1.mean[rows, None] * one2.mean[columns]
+            same = state.collinear[rows, columns]  # outside the table's angles
+            value = torch.where(same, power1[rows, None], value)
+            slope = torch.where(same, one1.slope[rows, None], slope)
+        else:
+            value, slope = pair_moments(
+                phi, *((q, q) if equal else (state.q1[rows, None], state.q2[columns])), rho, t.centred
+            )
+        if t.kind == "batch_norm":
+            value = value + shift1[rows, None] * shift2[columns]
+        k[rows, columns] = new = w2 * value + bias
+        theta[rows, columns] = new = torch.addcmul(new, slope, state.theta[rows, columns], value=w2)
+        return math.isfinite(float(new.sum()))
 
-        finite = all(list(pool.map(fill, state.blocks(slow))))
+    finite = all([fill(block) for block in state.blocks(slow)])
     q1, q2 = w2 * (power1 + shift1**2) + bias, w2 * (power2 + shift2**2) + bias
     _require_range(torch.cat([q1, q2]), finite, state.layer + 1)
     return replace(state, k=k, theta=theta, q1=q1, q2=q2, layer=state.layer + 1)
