@@ -319,7 +319,7 @@ def _layer(state: _State, t: Transition) -> _State:
         theta[rows, columns] = new = torch.addcmul(new, slope, state.theta[rows, columns], value=w2)
         return math.isfinite(float(new.sum()))
 
-    finite = all([fill(block) for block in state.blocks(slow)])
+    finite = all(fill(block) for block in state.blocks(slow))
     q1, q2 = w2 * (power1 + shift1**2) + bias, w2 * (power2 + shift2**2) + bias
     _require_range(torch.cat([q1, q2]), finite, state.layer + 1)
     return replace(state, k=k, theta=theta, q1=q1, q2=q2, layer=state.layer + 1)
