@@ -108,7 +108,7 @@ def examine(source: str, name: str, memory: float) -> dict:
     weights = sum(p.nbytes for p in model.parameters()) / 2**30  # conversion keeps a copy to fall back on
     large = gibibytes(model, shape)[0] + weights > memory
     init = plan(model, MimicNorm(), example=shape).init if large else "auto"
-    row: dict = {"source": source, "name": name, "shape": list(shape)}
+    row: dict = {"source": source, "name": name, "shape": list(shape), "commit": provenance()["commit"]}
     start = time.perf_counter()
     try:
         report = convert_(model, MimicNorm(), example=shape, init=None if large else "auto")
@@ -157,6 +157,7 @@ def summarise(rows: list[dict]) -> dict:
         "of_those_centred_share": round(sum(r["eligible_centred"] for r in done) / max(eligible, 1), 4),
         "init": Counter(r["init"] or "not set (fake step)" for r in done),
         "step": Counter(r.get("step", "real") for r in done),
+        "examined_at": Counter(r.get("commit", "cbcd43a and shortly after") for r in rows),  # older rows do not say
         "not_converted": [
             {k: r[k] for k in ("source", "name", "outcome", "why", "without_gradient") if k in r}
             for r in rows
