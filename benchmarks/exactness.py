@@ -1,4 +1,4 @@
-"""How exact micro-batches are: the first five parts of ``microbatch.py``.
+"""How exact micro-batches are: the first six parts of ``microbatch.py``.
 
 Five networks, micro-batches 1, 2, 3, 7 and 16 of a batch of 32, fp64 and fp32. An error is that of the whole gradient,
 relative to its length. ``exact`` takes the networks as they are, the others at a quarter of their width and in full
@@ -225,6 +225,17 @@ def randomness(rows: Rows) -> None:
                 rows.add(row)
 
 
+def rounding(rows: Rows) -> None:
+    """Whose rounding it is: full batch and micro-batches in fp32, each against the full batch in fp64."""
+    for name in NARROW:
+        of, about = case(name, NARROW)
+        right, (net, x) = {d: of.right(d) for d in DTYPES}, of.at(torch.float32)
+        for micro_batch in MICRO_BATCHES:
+            net.zero_grad()
+            backward(net, of.loss_fn, x, of.y, micro_batch=micro_batch)
+            rows.add(about | {"dtype": "float32", "micro_batch": micro_batch} | errors(gradient(net), right))
+
+
 def compiled(rows: Rows, backend: str) -> None:
     """One compilation serves every micro-batch but that of one sample, which the compiler treats by itself."""
     for name in filter(partial(missing, rows), NARROW):
@@ -283,6 +294,7 @@ KEY = ("network", "dtype", "micro_batch")
 PARTS: dict[str, tuple[Callable[[Rows], None], tuple[str, ...]]] = {
     "exact": (exact, KEY),
     "randomness": (randomness, KEY),
+    "rounding": (rounding, KEY),
     "ranks": (ranks, (*KEY, "shares")),
     "traced": (partial(compiled, backend="aot_eager"), KEY),
     "compiled": (partial(compiled, backend="inductor"), KEY),

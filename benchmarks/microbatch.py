@@ -5,6 +5,7 @@
 exact      relative error of the gradient, five networks, micro-batches 1 to 16 of 32, fp64 and fp32; beside it the
            error of plain accumulation
 randomness the same with dropout and stochastic depth, against one graph over the same micro-batches and random numbers
+rounding   fp32, full batch and micro-batches each against fp64: whose rounding an error is
 ranks      the same over 2 and 3 processes with uneven shares
 traced     the same with bodies under torch.compile, traced and differentiated by it but run operation by operation
 compiled   the same with the default backend (minutes of compiling for each network)
@@ -14,7 +15,7 @@ time       a batch in micro-batches of 8, exactly and by plain accumulation: rat
 accuracy   digits, batch 64, micro-batches 1 to 64: BatchNorm, GroupNorm + weight standardisation, MimicNorm
 figures    draws the last but one and the training run from their JSON files
 
-The first five are in ``exactness.py``; they and ``accuracy`` keep every row as soon as it is there, and go on where
+The first six are in ``exactness.py``; they and ``accuracy`` keep every row as soon as it is there, and go on where
 they were interrupted.
 """
 
