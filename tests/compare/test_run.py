@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import dataclasses
 import json
+import multiprocessing
 import os
 import shutil
 import signal
+import sys
+import threading
+import time
 
 import pytest
 import small
@@ -92,7 +97,7 @@ def test_divergence_is_a_result(tmp_path):
 
 
 def test_a_method_that_the_network_cannot_take_is_said_before_anything_is_trained(tmp_path):
-    with pytest.raises(MimicNormError, match=r"(?s)fixup cannot be applied to vgg11: .*Nothing was trained"):
+    with pytest.raises(MimicNormError, match=r"fixup cannot be applied to vgg11: .*Nothing was trained"):
         run(small.job("batchnorm,fixup", model="vgg11"), tmp_path, progress=False)
     assert not list(tmp_path.iterdir())
 
@@ -122,6 +127,58 @@ def test_several_runs_at_once_give_the_same_accuracies(tmp_path, compared):
     data = run(small.job("batchnorm", rounds=0), tmp_path, jobs=2, progress=False)
     assert [r["seed"] for r in data["methods"][0]["runs"]] == [0, 1]
     assert [r["top1"] for r in data["methods"][0]["runs"]] == [r["top1"] for r in compared[1]["methods"][0]["runs"]]
+
+
+def in_the_midst_of_training(out, act):
+    """Do something once a run in a process of its own has saved."""
+
+    def watch():
+        while not list(out.glob("*/checkpoints/*")):
+            time.sleep(0.05)
+        act()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_a_killed_training_process_is_one_sentence_and_the_others_save(tmp_path):
+    def kill_one():
+        child = next(c for c in multiprocessing.active_children() if c.pid)
+        os.kill(child.pid, signal.SIGKILL)
+
+    thread = in_the_midst_of_training(tmp_path, kill_one)
+    with pytest.raises(MimicNormError, match=r"was killed from outside.*--jobs 1 needs less"):
+        run(small.job("batchnorm", rounds=0, epochs=5000), tmp_path, jobs=2, progress=False)
+    thread.join()
+    assert not multiprocessing.active_children()
+
+
+def test_sigterm_reaches_every_training_process(tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    thread = in_the_midst_of_training(tmp_path, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    data = run(small.job("batchnorm", rounds=0, epochs=5000), tmp_path, jobs=2, progress=False)
+    thread.join()
+    assert (data["status"], data["signal"]) == ("interrupted", signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert not multiprocessing.active_children()
+
+
+def test_rates_that_were_found_are_kept_when_the_search_is_interrupted(tmp_path, monkeypatch):
+    asked = []
+
+    def search(job, contestant, *_):
+        asked.append(contestant.label)
+        if len(asked) == 2:
+            raise KeyboardInterrupt
+        return {"value": 0.1, "steps": 1, "at_least": False}
+
+    monkeypatch.setattr(sys.modules["mimicnorm.compare.run"], "largest_lr", search)  # the package's run is a function
+    job = dataclasses.replace(small.job("batchnorm:1,nonorm:1", rounds=0), largest_lr=True)
+    with pytest.raises(KeyboardInterrupt):
+        run(job, tmp_path, progress=False)
+    assert run(job, tmp_path, progress=False)["status"] == "done"
+    assert asked == ["batchnorm", "nonorm", "nonorm"]
 
 
 def test_the_folder_of_a_run_names_method_and_seed(compared):

@@ -26,7 +26,7 @@ def applied(job: Job, source: Source) -> dict[str, dict[str, Any]]:
     Returns, by label, the plan as data and the number of parameters.
 
     Raises:
-        RefusedError: One line for each method that the network cannot take.
+        RefusedError: Names each method that the network cannot take, and why.
     """
     bare = network(dataclasses.replace(job.recipe, method="batchnorm", settings=(), seed=0), source)
     example = first_images(source, 2)
@@ -50,7 +50,7 @@ def applied(job: Job, source: Source) -> dict[str, dict[str, Any]]:
             },
         }
     if refused:
-        raise RefusedError("\n".join((*refused, "Nothing was trained: leave such methods out of --methods.")))
+        raise RefusedError(" ".join((*refused, "Nothing was trained: leave such methods out of --methods.")))
     return done
 
 

@@ -83,7 +83,11 @@ def run(
             _add(data, contestant, seed, result)
             _write(data, Path(out))
         else:
-            _search_rates(job, data, sources[0], processes, say)
+            for contestant, entry in zip(job.contestants, data["methods"], strict=True):
+                if job.largest_lr and entry["largest_lr"] is None:
+                    say(f"{contestant.label}: looking for the largest stable learning rate", flush=True)
+                    entry["largest_lr"] = largest_lr(job, contestant, sources[0], processes)
+                    _write(data, Path(out))
             data["status"] = "done"
     _write(data, Path(out))
     return data
@@ -96,8 +100,8 @@ def _earlier(job: Job, out: Path) -> dict[str, Any]:
         return {"methods": []}
     try:
         before = json.loads(path.read_text())
-        was, now = before["settings"], job.settings()
-    except (OSError, ValueError, KeyError) as error:
+        was, now = dict(before["settings"]), job.settings()
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): use another folder with --out") from error
     changed = [f"{k} was {was.get(k)!r} and is {now[k]!r}" for k in now if was.get(k) != now[k]]
     if changed:
@@ -207,13 +211,6 @@ def _accuracy(entry: dict[str, Any]) -> dict[str, Any]:
         "diverged": sum(run["status"] == "diverged" for run in entry["runs"]),
         "difference": None,
     }
-
-
-def _search_rates(job: Job, data: dict[str, Any], source: Source, processes: Processes, say: Any) -> None:
-    for contestant, entry in zip(job.contestants, data["methods"], strict=True):
-        if job.largest_lr and entry["largest_lr"] is None:
-            say(f"{contestant.label}: looking for the largest stable learning rate", flush=True)
-            entry["largest_lr"] = largest_lr(job, contestant, source, processes)
 
 
 def _write(data: dict[str, Any], out: Path) -> None:

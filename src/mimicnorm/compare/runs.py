@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 
 from mimicnorm.compare.job import Contestant, Job
 from mimicnorm.data import Source
+from mimicnorm.errors import CheckpointError
 from mimicnorm.training.folder import Result
 from mimicnorm.training.loop import train
 from mimicnorm.training.recipes import Recipe
@@ -60,7 +62,7 @@ def _at_once(
 ) -> Iterator[Finished]:
     """A process of one thread per run: on few cores that is faster than one process with all threads.
 
-    Ctrl-C reaches every process: each finishes its step and saves.
+    On Ctrl-C, SIGTERM, or if one of them is killed, the others finish their step, save, and end.
     """
     runs = job.runs()
     threads = max(1, torch.get_num_threads() // jobs)
@@ -71,6 +73,7 @@ def _at_once(
             for c, seed in runs
         }
         pending, number = set(waiting), 0
+        before = signal.signal(signal.SIGTERM, _interrupt) if _in_main_thread() else None
         try:
             while pending:
                 ended, pending = wait(pending, SECONDS_BETWEEN_LINES, FIRST_COMPLETED)
@@ -81,11 +84,28 @@ def _at_once(
                     if result.status != "interrupted":
                         say(f"[{number}/{len(runs)}] {contestant.label}, seed {seed}: {_outcome(result)}", flush=True)
                     yield contestant, seed, result
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
             say("stopping: every run finishes its step and saves", flush=True)
-            yield runs[0][0], runs[0][1], Result("interrupted", 0, [], 2)
+            for child in multiprocessing.active_children():
+                child.terminate()
+            yield *runs[0], Result("interrupted", 0, [], *(interrupt.args or (signal.SIGINT,)))
+        except BrokenProcessPool as error:
+            raise CheckpointError(
+                "a training process was killed from outside, perhaps for want of memory. What is finished is in "
+                f"{out}: the same command goes on from there, and --jobs 1 needs less memory"
+            ) from error
         finally:
             pool.shutdown(cancel_futures=True)
+            if before is not None:
+                signal.signal(signal.SIGTERM, before)
+
+
+def _in_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def _interrupt(number: int, _frame: Any) -> None:
+    raise KeyboardInterrupt(number)
 
 
 def _begin(threads: int) -> None:
@@ -104,7 +124,10 @@ def _end_with_parent() -> None:
 
 
 def _train(recipe: Recipe, folder: Path, data_dir: Any, device: str) -> Result:
-    return train(recipe, folder, data_dir=data_dir, progress=False, device=device)
+    result = train(recipe, folder, data_dir=data_dir, progress=False, device=device)
+    if result.signal == signal.SIGTERM:
+        signal.raise_signal(signal.SIGTERM)  # the run is saved; now end as the sender wants, who may wait for it
+    return result
 
 
 def _standing(job: Job, out: Path) -> str:
