@@ -172,10 +172,10 @@ def error(found: Tensor, right: Tensor) -> float:
     return float((found - right).norm() / right.norm())
 
 
-def errors(found: Tensor, right: dict[torch.dtype, Tensor]) -> dict[str, float]:
+def errors(found: Tensor, right: dict[torch.dtype, Tensor], dtype: torch.dtype) -> dict[str, float]:
     """Against the full batch in the same precision; in fp32 also against fp64, as ``full_batch_fp32_rounding`` is."""
-    of = {"error": error(found, right[found.dtype])}
-    return of | ({"error_to_fp64": error(found, right[torch.float64])} if found.dtype == torch.float32 else {})
+    of = {"error": error(found, right[dtype])}
+    return of | ({"error_to_fp64": error(found, right[torch.float64])} if dtype == torch.float32 else {})
 
 
 def missing(rows: Rows, name: str, **more: object) -> bool:
@@ -195,7 +195,9 @@ def exact(rows: Rows) -> None:
             for micro_batch in MICRO_BATCHES:
                 net.zero_grad()
                 backward(net, of.loss_fn, x, of.y, micro_batch=micro_batch)
-                row = about | {"dtype": str(dtype)[6:], "micro_batch": micro_batch} | errors(gradient(net), right)
+                row = (
+                    about | {"dtype": str(dtype)[6:], "micro_batch": micro_batch} | errors(gradient(net), right, dtype)
+                )
                 if dtype == torch.float64 and micro_batch in (2, 7, 16):
                     net.zero_grad()
                     accumulate(net, of.loss_fn, x, of.y, micro_batch)
@@ -233,7 +235,9 @@ def rounding(rows: Rows) -> None:
         for micro_batch in MICRO_BATCHES:
             net.zero_grad()
             backward(net, of.loss_fn, x, of.y, micro_batch=micro_batch)
-            rows.add(about | {"dtype": "float32", "micro_batch": micro_batch} | errors(gradient(net), right))
+            rows.add(
+                about | {"dtype": "float32", "micro_batch": micro_batch} | errors(gradient(net), right, torch.float32)
+            )
 
 
 def compiled(rows: Rows, backend: str) -> None:
@@ -249,7 +253,7 @@ def compiled(rows: Rows, backend: str) -> None:
                 net.zero_grad()
                 backward(body, of.loss_fn, x, of.y, micro_batch=micro_batch)
                 row = about | {"dtype": str(dtype)[6:], "micro_batch": micro_batch}
-                rows.add(row | errors(gradient(net), right))
+                rows.add(row | errors(gradient(net), right, dtype))
 
 
 SHARES = {2: (13, 19), 3: (5, 20, 7)}
@@ -286,7 +290,7 @@ def ranks(rows: Rows) -> None:
                 found = [torch.load(f"{folder}/{r}.pt") for r in range(world)]
             for dtype, micro_batch in found[0]:
                 row = about | {"dtype": str(dtype)[6:], "micro_batch": micro_batch, "shares": shares}
-                of_ranks = [errors(f[dtype, micro_batch], right) for f in found]
+                of_ranks = [errors(f[dtype, micro_batch], right, dtype) for f in found]
                 rows.add(row | {key: max(e[key] for e in of_ranks) for key in of_ranks[0]})
 
 
