@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mimicnorm.theory import Transition, kernels, residual_kernels
 
 NUMBERS = json.loads((Path(__file__).parent / "neural_tangents.json").read_text())
 X, X2 = (torch.tensor(NUMBERS[k], dtype=torch.float64) for k in ("x", "x2"))
-ACTIVATIONS: dict[str, Any] = {"leaky": partial(F.leaky_relu, negative_slope=0.1)}
+ACTIVATIONS: dict[str, Any] = {"leaky": nn.LeakyReLU(0.1)}
 
 
 def arguments(row: dict) -> tuple[Transition, dict[str, float]]:
