@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from mimicnorm.report.plots import HEIGHT, WIDTH, Line, _log_ticks, _ticks, curves
+from mimicnorm.report.plots import HEIGHT, LETTER, WIDTH, Bar, Line, _log_ticks, _ticks, bars, curves
 
 
 def points(svg: str) -> list[tuple[float, float]]:
@@ -28,3 +28,12 @@ def test_a_wide_range_is_logarithmic():
     line = Line("a", [[(1, 100.0), (2, 1.0), (3, 0.01)]], 0, [False])
     (_, a), (_, b), (_, c) = points(curves([line], x="epoch", y="loss", shown=str, kind="k"))
     assert b - a == pytest.approx(c - b, abs=0.2)
+
+
+@pytest.mark.parametrize("name", ["a", "mimicnorm+residual=linear", "x" * 60])
+def test_names_and_texts_of_bars_are_inside_the_picture(name):
+    drawn = bars([Bar(name, 2.0, "1.132 [0.922, 1.360]", 0, 1.5, 3.0)], label="Time", kind="k")
+    (right, shown), (left, text) = re.findall(r'<text x="([\d.]+)"[^>]*>([^<]*)</text>', drawn)
+    assert float(right) >= (LETTER - 0.2) * len(shown)
+    assert float(left) + 6 * len(text) <= WIDTH
+    assert shown == name or shown.endswith("…")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 from rich.console import Console
 from sample import comparison
 
@@ -34,10 +35,11 @@ def test_columns_without_content_are_left_out():
     assert all(column.explanation.endswith(".") for column in columns(data))
 
 
-def test_the_usual_table_fits_a_terminal_of_80_columns():
+@pytest.mark.parametrize("label", ["mimicnorm", "mimicnorm+residual=linear"])
+def test_the_usual_table_fits_a_terminal_of_80_columns(label):
     data = comparison()
     data["methods"] = data["methods"][:2]
-    data["methods"][1]["label"] = "mimicnorm"
+    data["methods"][1]["label"] = label
     for m in data["methods"]:
         m["largest_lr"] = None
     console = Console(width=80, record=True, file=io.StringIO())

@@ -9,6 +9,7 @@ from html import escape
 
 WIDTH, HEIGHT = 400, 250
 LEFT, RIGHT, TOP, BOTTOM = 40, 12, 10, 38
+LETTER, MOST_LETTERS = 7.4, 25  # the width of one, and how many of a name are shown
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,8 @@ def bars(items: Sequence[Bar], *, label: str, kind: str) -> str:
     """Horizontal bars from zero, each with its text; a whisker where there is an interval."""
     if not items:
         return '<p class="none">Not measured.</p>'
-    step, name_width, text_width = 30, 110, 130
+    longest_name = min(max(len(b.name) for b in items), MOST_LETTERS)
+    step, name_width, text_width = 30, max(110, round(LETTER * longest_name) + 10), 130
     height = step * len(items) + 8
     longest = max(max(b.value, b.high or 0) for b in items) or 1
     room = WIDTH - name_width - text_width
@@ -110,7 +112,7 @@ def bars(items: Sequence[Bar], *, label: str, kind: str) -> str:
     for row, b in enumerate(items):
         top = row * step + 6
         length, middle = b.value / longest * room, top + 10
-        short = b.name if len(b.name) <= 16 else b.name[:15] + "…"
+        short = b.name if len(b.name) <= MOST_LETTERS else b.name[: MOST_LETTERS - 1] + "…"
         parts.append(f'<g class="bar c{b.colour}"><title>{escape(f"{b.name}: {b.text}")}</title>')
         parts.append(f'<text x="{name_width - 8}" y="{middle + 4}" text-anchor="end">{escape(short)}</text>')
         parts.append(f'<rect x="{name_width}" y="{top}" width="{max(length, 1):.1f}" height="20" rx="2"/>')

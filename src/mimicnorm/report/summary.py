@@ -35,7 +35,7 @@ def columns(data: dict[str, Any]) -> list[Column]:
     """The columns that a comparison has something for."""
     first = data["methods"][0]["label"]
     known = (
-        Column("method", "What was done with BatchNorm; described below.", lambda m: m["label"]),
+        Column("method", "What was done with BatchNorm; described below.", lambda m: m["label"].replace("+", "\n+")),
         Column(
             "test\naccuracy, %",
             "Share of test images classified right after the last epoch: the mean over seeds, ± their standard "
