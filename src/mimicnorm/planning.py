@@ -168,8 +168,8 @@ class _Planner(Ownership):
             found = [b for b in found if b.wakes]
             if dead:
                 self.plan.notes.append(
-                    f"a ReLU comes behind the branches that end in {', '.join(dead[:3])}{', ...' * (len(dead) > 3)}: "
-                    "at zero they would stay zero, so they are no residual branches here"
+                    f"a ReLU comes behind the branches that end in {_few(dead)}: at zero they would stay zero, so they "
+                    "are no residual branches here"
                 )
         if self.method.needs_branches and not found:
             self.refuse(
@@ -223,6 +223,14 @@ class _Planner(Ownership):
             if action == "bias":
                 step = dataclasses.replace(step, on_raw_input=flow.on_raw_input(call))
             steps[name] = step
+        small = [
+            n for n, step in steps.items() if step.why == self._too_small and not flow.on_raw_input(self.roles[n][0])
+        ]
+        if small:
+            self.plan.notes.append(
+                f"{count(len(small), 'layer')} behind the first ({_few(small)}) not centred for a {self._too_small}: narrow "
+                "networks train better with a smaller min_fan_in"
+            )
         return steps
 
     def _fan_in(self, name: str) -> int:
@@ -244,6 +252,10 @@ class _Planner(Ownership):
             return "depthwise"
         if weights == "bias" or self.fan_in[name] > self.method.min_fan_in:
             return ""
+        return self._too_small
+
+    @property
+    def _too_small(self) -> str:
         return f"fan-in of at most {self.method.min_fan_in}"
 
     def _cannot_change(self, name: str, action: str, scaled: bool) -> tuple[str, str] | None:
@@ -435,3 +447,8 @@ def looks_trained(norm: nn.Module) -> bool:
     if not isinstance(mean, Tensor) or not isinstance(var, Tensor) or mean.is_meta or var.is_meta:
         return False
     return bool((mean != 0).any() or (var != 1).any())
+
+
+def _few(names: list[str]) -> str:
+    """The first names of a list that may be long."""
+    return ", ".join((*names[:3], *["..."][: len(names) > 3]))
