@@ -228,8 +228,8 @@ class _Planner(Ownership):
         ]
         if small:
             self.plan.notes.append(
-                f"{count(len(small), 'layer')} behind the first ({_few(small)}) not centred for a {self._too_small}: narrow "
-                "networks train better with a smaller min_fan_in"
+                f"{count(len(small), 'layer')} behind the first ({_few(small)}) not centred for a {self._too_small}: "
+                "narrow networks train better with a smaller min_fan_in"
             )
         return steps
 
