@@ -60,6 +60,14 @@ def test_micro_batches_change_nothing(micro_batch):
     torch.testing.assert_close(weights(whole), weights(parts), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(("width", "last"), [(0.125, False), (0.25, True)])
+def test_channels_last_but_where_the_backward_pass_would_crash(width, last):
+    r = recipe("digits-resnet10", width=width, method="batchnorm")
+    ours = Trainer(r, network(r, tiny.SOURCES[0]), ALONE, 7)
+    assert (ours.format is torch.channels_last) == last
+    assert ours.bare.layer1[0].conv1.weight.is_contiguous() != last
+
+
 def test_dropout_depends_on_seed_and_step_alone():
     one, two = trainer(model="tiny:net"), trainer(model="tiny:net")
     torch.manual_seed(1)

@@ -51,7 +51,7 @@ def _lead(data: dict[str, Any]) -> str:
         f"<p>The same network, {escape(s['model'])}, was trained on the same {sizes['train']:,} images of "
         f"{escape(s['data'])} ({sizes['classes']} classes, {' x '.join(map(str, sizes['shape']))}) under each method, "
         f"with {seeds}, and tested on {sizes['test']:,} others. A method says what happens to the network's BatchNorm "
-        "layers; everything else (order of the images, learning rates, number of steps) is equal.</p>"
+        "layers; everything else (order of the images, schedule, number of steps) is equal.</p>"
     )
     if data["status"] != "done":
         text += (

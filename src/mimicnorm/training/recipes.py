@@ -72,7 +72,7 @@ class Recipe:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 run under autocast; fp16 with a gradient scaler."""
     channels_last: bool = True
-    """Keep images and weights channels last in memory."""
+    """Keep images and weights channels last in memory (but for very narrow networks on a CPU, where it crashes)."""
     compile: bool = False
     """Compile the network with torch.compile."""
     seed: int = 0

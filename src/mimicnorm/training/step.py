@@ -31,7 +31,8 @@ class Trainer:
 
     def __init__(self, recipe: Recipe, model: nn.Module, processes: Processes, steps_per_epoch: int):
         self.recipe, self.processes, self.steps_per_epoch = recipe, processes, steps_per_epoch
-        self.format = torch.channels_last if recipe.channels_last else torch.contiguous_format
+        last = recipe.channels_last and not (processes.device.type == "cpu" and _would_crash(model))
+        self.format = torch.channels_last if last else torch.contiguous_format
         self.bare = model.to(processes.device).to(memory_format=self.format).train()  # pyrefly: ignore
         self.optimizer = torch.optim.SGD(_groups(recipe, model), lr=recipe.lr, momentum=recipe.momentum)
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.precision == "fp16")
@@ -124,6 +125,15 @@ class Trainer:
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+
+def _would_crash(model: nn.Module) -> bool:
+    """Whether oneDNN would write beyond its memory in the backward pass, channels last.
+
+    It does for strided 1 x 1 convolutions of fewer than 16 input channels on large images (torch 2.13, AVX-512).
+    """
+    layers = (m for m in model.modules() if isinstance(m, nn.Conv2d))
+    return any(m.kernel_size == (1, 1) and max(m.stride) > 1 and m.in_channels < 16 for m in layers)
 
 
 def _groups(recipe: Recipe, model: nn.Module) -> list[dict]:
