@@ -91,11 +91,12 @@ def joined(device: str = "auto") -> Iterator[Processes]:
     started = "TORCHELASTIC_RUN_ID" in os.environ and dist.is_available() and not dist.is_initialized()
     if started:
         _meet("gloo" if chosen.type == "cpu" else f"cpu:gloo,{chosen.type}:nccl")
+    up = dist.is_available() and dist.is_initialized()
+    processes = Processes(chosen, dist.get_rank(), dist.get_world_size()) if up else Processes(chosen)
     try:
-        if dist.is_available() and dist.is_initialized():
-            yield Processes(chosen, dist.get_rank(), dist.get_world_size())
-        else:
-            yield Processes(chosen)
+        yield processes
+        if started:
+            processes.any(False)  # none closes its connections while another still reads from them
     finally:
         if started:
             dist.destroy_process_group()
