@@ -1,4 +1,4 @@
-"""Write the numbers of ``docs/memory.md`` and ``docs/microbatch.md`` from the result files.
+"""Write the numbers of ``docs/memory.md``, ``docs/microbatch.md`` and ``docs/compare.md`` from the result files.
 
     python benchmarks/pages.py
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("docs/memory.md", "docs/microbatch.md")
+PAGES = ("docs/memory.md", "docs/microbatch.md", "docs/compare.md")
 MIB, GIB = 2**20, 2**30
 NAMES = {
     "resnet18": "ResNet-18",
@@ -250,11 +250,72 @@ def accuracy() -> str:
     return table("method, mean accuracy in % | 1 | 2 | 4 | 16 | 64", lines)
 
 
+def compared(name: str) -> str:
+    methods = load(f"compare-cifar100-{name}")["methods"]
+    rows = []
+    for m in methods:
+        accuracy, found = m["accuracy"], m["accuracy"]["difference"]
+        spread = f" ± {100 * accuracy['sd']:.1f}" if accuracy["sd"] is not None else ""
+        reached = "diverged" if accuracy["mean"] is None else f"{100 * accuracy['mean']:.1f}{spread}"
+        against = f"{100 * found['value']:+.1f} [{100 * found['low']:.1f}, {100 * found['high']:.1f}]" if found else ""
+        kept, time = m["memory"]["saved_ratio"], m["time"]["ratio"]
+        rows.append((f"`{m['label']}`", m["seeds"], reached, against, f"{kept:.3f}", f"{time['value']:.2f}"))
+    head = "method | seeds | accuracy, % | against BatchNorm, points | kept per image, ratio | time per step, ratio"
+    return table(head, rows)
+
+
+def compared_resnet18() -> str:
+    return compared("resnet18")
+
+
+def compared_vgg11() -> str:
+    return compared("vgg11")
+
+
+def start() -> str:
+    rows = []
+    for row in load("training-start")["rows"]:
+        changes = ", ".join(f"{k}={v}" if k != "settings" else v[0] for k, v in row["changes"].items())
+        variance = (row["last_norm_variance"] or {}).get("median")
+        shown = "" if variance is None else f"{variance:.0f}" if variance < 1e4 else f"{variance:.0e}"
+        rows.append(
+            (f"`{row['method']}`", changes or "-", f"{100 * row['top1']:.1f}", f"{row['train_loss']:.2f}", shown)
+        )
+    return table("method | changed | accuracy, % | training loss | variance of the logits", rows, left=2)
+
+
+def speed() -> str:
+    rows = [r for r in load("speed")["rows"] if "batchnorm_over" in r]
+    methods = [m for m in rows[0]["batchnorm_over"]["wall"] if m != "batchnorm"]
+
+    def cell(row: dict, method: str) -> str:
+        found = row["batchnorm_over"]["wall"].get(method)
+        return "" if found is None else f"{found['value']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+
+    head = " | ".join(("BatchNorm's time / ...", *(_cell_name(r["cell"]) for r in rows)))
+    return table(head, [(m if "(" in m else f"`{m}`", *(cell(r, m) for r in rows)) for m in methods])
+
+
+def centring() -> str:
+    rows = []
+    for row in load("speed")["rows"]:
+        share, over = row["centring_share"], row.get("mimicnorm_over_nonorm", {}).get("wall")
+        ratio = "" if over is None else f"{over['value']:.3f} [{over['low']:.3f}, {over['high']:.3f}]"
+        rows.append((_cell_name(row["cell"]), f"{100 * share['value']:.1f} %", ratio))
+    return table("network, batch, pixels | share of centring in a step | time / that without norm", rows)
+
+
+def _cell_name(cell: str) -> str:
+    name, batch, pixels, *layout = cell.split("-")
+    return f"{named(name)}, {batch}, {pixels} px{''.join(f', {kind}' for kind in layout)}"
+
+
 MAKERS: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
         *(ratios, peak, prediction, inductor, paper, alternatives),
         *(accumulation, time, exactness, rounding, training, memory, accuracy),
+        *(compared_resnet18, compared_vgg11, start, speed, centring),
     )
 }
 

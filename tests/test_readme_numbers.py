@@ -29,6 +29,15 @@ def test_readme_quotes_the_results():
         worst = max(r["error"] for r in exact if r["dtype"] == dtype)
         quoted.append(f"{worst:.1e}".replace("e-0", "e-"))
     quoted.append(f"{load('microbatch-time')['processor']['ratio_median']:.2f}")
+    speed = {row["cell"]: row for row in load("speed")["rows"]}
+    for cell in ("resnet50-8-224-contiguous", "resnet50-8-224"):
+        over = speed[cell]["batchnorm_over"]["wall"]
+        quoted += [f"{over[method]['value']:.2f}" for method in ("mimicnorm", "nonorm")]
+    quoted += [f"{100 * speed[c]['centring_share']['value']:.1f} %" for c in ("resnet50-8-224", "resnet50-32-224")]
+    slower = speed["resnet50-8-112"]["batchnorm_over"]["wall"]["mimicnorm"]["value"]
+    quoted.append(f"is {100 / slower - 100:.0f} % slower")
+    compared = load("compare-cifar100-resnet18")["methods"]
+    quoted += [f"{100 * m['accuracy']['mean']:.1f} %" for m in compared]
     missing = [q for q in quoted if q not in text]
     assert not missing, missing
 
