@@ -245,7 +245,7 @@ def speed() -> dict:
     x = torch.randn(2000, 100, dtype=torch.float64, generator=torch.Generator().manual_seed(SEED))
     cpu: dict[str, list[float]] = {}
     # CPU time, not the wall: the machine is shared, and kernels() uses one core
-    for name, times in (("relu", 3), ("gelu", 1), ("silu", 1), ("elu", 1)):
+    for name, times in (("relu", 3), ("gelu", 1), ("silu", 1), ("elu", 1), ("tanh", 1)):
         for _ in range(times):
             start = time.process_time()
             # without a bias SiLU's variances drift apart over 50 layers, beyond what its interpolant covers
