@@ -229,7 +229,7 @@ class _Planner(Ownership):
         if small:
             self.plan.notes.append(
                 f"{count(len(small), 'layer')} behind the first ({_few(small)}) not centred for a {self._too_small}: "
-                "narrow networks train better with a smaller min_fan_in"
+                "two narrow networks trained better with a smaller min_fan_in (docs/compare.md)"
             )
         return steps
 
