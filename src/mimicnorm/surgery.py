@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from mimicnorm import mixing
 from mimicnorm.errors import CheckError, InitError, MimicNormError, RefusedError
 from mimicnorm.init import initialise
 from mimicnorm.isolate import snapshot
@@ -92,7 +94,7 @@ def convert_(
     """
     planned = plan(model, method, example=example, init=init, head=head, where=where)
     planned.require()
-    return _carry_out(model, planned, example)
+    return _carry_out(model, planned, example, where)
 
 
 def convert(model: nn.Module, method: Method, *, example: Any, **kwargs: Any) -> nn.Module:
@@ -106,20 +108,22 @@ def convert(model: nn.Module, method: Method, *, example: Any, **kwargs: Any) ->
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). "
             "Convert it in place with convert_."
         ) from error
-    _carry_out(twin, planned, example)
+    _carry_out(twin, planned, example, kwargs.get("where"))
     return twin
 
 
-def _carry_out(model: nn.Module, planned: Plan, example: Any) -> Report:
+def _carry_out(model: nn.Module, planned: Plan, example: Any, where: Where | None) -> Report:
     report = Report(**planned.__dict__)
     if not report.method.removes_norm:
         return report
     with _all_or_nothing(model, report):
         _operate(model, report)
         model._mimicnorm = planned  # pyrefly: ignore  # for check and init_; not in the state dict
-        _still_runs(model, example)
+        suspects = _still_runs(model, report, example, where)
         if report.init is not None:
             initialise(model, report, report.init, example)
+        if suspects:
+            _refuse_mixing(model, report, example, *suspects[0])
     return report
 
 
@@ -178,19 +182,67 @@ def _conversions(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _still_runs(model: nn.Module, example: Any) -> None:
-    """Run the converted network on fake tensors: code that reads a BatchNorm's attributes shows here."""
-    norms = [m for m in model.modules() if isinstance(m, LastNorm)]
+def _still_runs(model: nn.Module, report: Report, example: Any, where: Where | None) -> list[tuple[str, str]]:
+    """Run the converted network on fake tensors: code that reads a BatchNorm's attributes shows here.
+
+    Returns:
+        Where samples may still see each other, as ``mixing.suspects``; less what ``where`` leaves.
+    """
     try:
-        for norm in norms:
-            norm.intercept = torch.Tensor.clone  # an example of one sample is enough to see that it runs
-        record(model, example)
-    except MimicNormError as error:
-        cause = error.__cause__ or error
+        with _without_last_norms(model):
+            found = mixing.suspects(model, example, _left(report))
+    except Exception:  # of a batch of another size, or of values that are not there: the example decides
+        found = [("", "")]
+        try:
+            with _without_last_norms(model):
+                record(model, example)
+        except MimicNormError as error:
+            cause = error.__cause__ or error
+            raise RefusedError(
+                f"without its BatchNorms the network does not run any more ({type(cause).__name__}: {cause}), so it was "
+                "put back as it was. Leave the BatchNorms that its code reads with where="
+            ) from error
+    return [s for s in found if not _leaves(where, model.get_submodule(s[0]), s[0])]
+
+
+def _leaves(where: Where | None, module: nn.Module, name: str) -> bool:
+    try:
+        return where is not None and not where(module, name)
+    except Exception:  # written with BatchNorms in mind: it has nothing to say about this module
+        return False
+
+
+def _refuse_mixing(model: nn.Module, report: Report, example: Any, name: str, operation: str) -> None:
+    """Refuse a network whose samples see each other by numbers, whatever its modules are called."""
+    try:
+        with _without_last_norms(model):
+            change = mixing.change(model, example, _left(report))
+    except Exception as error:  # the pass was extra: that it cannot be made says nothing about the conversion
+        change, operation = math.nan, f"{operation}; {type(error).__name__}"
+    at = f"{name!r} ({type(model.get_submodule(name)).__name__})" if name else "the network"
+    if change > 0:
         raise RefusedError(
-            f"without its BatchNorms the network does not run any more ({type(cause).__name__}: {cause}), so it was "
-            "put back as it was. Leave the BatchNorms that its code reads with where="
-        ) from error
+            f"the output of a sample still changes with the others of its batch, by {change:.1g} of its size: "
+            f"{at} works across the batch{f' ({operation})' if operation else ''} and is no BatchNorm that is known "
+            "here, so the network was put back as it was. Put nn.BatchNorm in its place before converting; or, if it "
+            f"is meant to do that, leave it: where=lambda module, name: name != {name!r}"
+        )
+    if math.isnan(change) and operation:
+        report.notes.append(f"{at} may work across the batch ({operation}): that could not be tried")
+
+
+def _left(report: Report) -> set[str]:
+    return {n.name for n in report.norms if n.action == "leave"}
+
+
+@contextlib.contextmanager
+def _without_last_norms(model: nn.Module) -> Iterator[None]:
+    """Let logits pass as they are: an example of one sample is enough, and the last norm mixes samples by design."""
+    norms = [m for m in model.modules() if isinstance(m, LastNorm)]
+    for norm in norms:
+        norm.intercept = torch.Tensor.clone
+    try:
+        yield
     finally:
         for norm in norms:
             norm.intercept = None

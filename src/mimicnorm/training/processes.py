@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -96,9 +97,12 @@ def joined(device: str = "auto") -> Iterator[Processes]:
     try:
         yield processes
         if started:
-            processes.any(False)  # none closes its connections while another still reads from them
+            dist.barrier()  # none closes its connections while another still reads from them
     finally:
         if started:
+            # gloo's threads need the interpreter to let go of the last tensors. One that comes for it during shutdown
+            # aborts the process, and one that the group's end waits for never gets it: let them have it now.
+            time.sleep(0.3)
             dist.destroy_process_group()
 
 
