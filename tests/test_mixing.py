@@ -52,7 +52,6 @@ MIXING = {
     "cumulative": Apply(lambda x: x.cumsum(0)),
     "covariance": Apply(lambda x: (x.flatten(1) @ (x.flatten(1).T @ x.flatten(1))).view_as(x)),
     "attention": Apply(lambda x: ((x.flatten(1) @ x.flatten(1).T).sigmoid() @ x.flatten(1)).view_as(x)),
-    "functional": Apply(lambda x: torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)[0]),
 }
 INDEPENDENT = {
     "centred per sample": Apply(lambda x: x - x.mean((1, 2, 3), keepdim=True)),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 
 def snapshot(model: nn.Module) -> Callable[[], None]:
@@ -53,6 +54,17 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for t, version, value in values:
             if t._version != version:
                 t.data.copy_(value)
+
+
+@contextlib.contextmanager
+def following(enter: Callable, leave: Callable) -> Iterator[None]:
+    """Call ``enter(module, args)`` and ``leave(module, args, output)`` around every module that runs."""
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextlib.contextmanager

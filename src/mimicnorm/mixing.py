@@ -15,12 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.modules import module as module_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mimicnorm.example import call_arguments
-from mimicnorm.isolate import silent, unsynchronised, untouched
+from mimicnorm.isolate import following, silent, unsynchronised, untouched
 from mimicnorm.ops import FACTORIES
 
 _KEEPS_SHAPE = {"_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "roll", "flip", "index"}
@@ -51,7 +50,7 @@ def suspects(model: nn.Module, example: Any, ignored: set[str]) -> list[tuple[st
     tensors = [*state.values(), *(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))]
     prime = next(p for p in _primes() if all(size % p for t in tensors for size in t.shape))
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    fake_state = {name: fakes.from_tensor(t.detach()) for name, t in state.items()}
+    fake_state: dict[str, Tensor] = {name: fakes.from_tensor(t.detach()) for name, t in state.items()}
     batch = _batch(args, kwargs)
     if batch is None:
         return []
@@ -63,7 +62,7 @@ def suspects(model: nn.Module, example: Any, ignored: set[str]) -> list[tuple[st
     with untouched(model), unsynchronised(), silent(), torch.no_grad():
         _train_but(model, ignored)
         watch = _Watch(model, prime)
-        with watch.hooks(), fakes:
+        with following(watch.enter, watch.leave), fakes:
             args, kwargs = pytree.tree_map_only(Tensor, many, (args, kwargs))
             with watch:
                 torch.func.functional_call(model, fake_state, args, kwargs)
@@ -81,9 +80,11 @@ class _Watch(TorchDispatchMode):
         self.without: dict[int, Tensor] = {}  # made from data, but not one per sample; ids stay valid while kept
         self.pairs: dict[int, Tensor] = {}  # one element per pair of samples
 
-    def hooks(self) -> Any:
-        """Follow which module runs, for the message."""
-        return _Hooks(self)
+    def enter(self, module: nn.Module, *_: Any) -> None:
+        self.stack.append(self.names.get(id(module), self.stack[-1] if self.stack else ""))
+
+    def leave(self, *_: Any) -> None:
+        self.stack.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -122,33 +123,8 @@ class _Watch(TorchDispatchMode):
         return any(x.shape[d] % self.prime == 0 for d in (dims if isinstance(dims, (list, tuple)) else [dims]))
 
 
-class _Hooks:
-    """Global module hooks while in use, so that the model itself is not touched."""
-
-    def __init__(self, watch: _Watch):
-        self.watch, self.handles = watch, list[Any]()
-
-    def __enter__(self) -> None:
-        names, stack = self.watch.names, self.watch.stack
-
-        def enter(module: nn.Module, args: Any) -> None:
-            stack.append(names.get(id(module), stack[-1] if stack else ""))
-
-        def leave(module: nn.Module, args: Any, output: Any) -> None:
-            stack.pop()
-
-        self.handles = [
-            module_hooks.register_module_forward_pre_hook(enter),
-            module_hooks.register_module_forward_hook(leave),
-        ]
-
-    def __exit__(self, *error: object) -> None:
-        for handle in self.handles:
-            handle.remove()
-
-
 def change(model: nn.Module, example: Any, ignored: set[str]) -> float:
-    """How much the output of half a batch changes with the other half, relative to its size; a few real passes.
+    """How much the output of every other sample changes with the rest, relative to its size; a few real passes.
 
     Returns:
         0 within rounding; NaN where it cannot be told: no real tensors, values that are not finite, randomness that
@@ -170,22 +146,23 @@ def change(model: nn.Module, example: Any, ignored: set[str]) -> float:
     def enough(t: Tensor) -> Tensor:
         return torch.cat([t] * repeats) if t.dim() and t.shape[0] == batch else t
 
-    def half_changed(t: Tensor) -> Tensor:
+    def every_other_changed(t: Tensor) -> Tensor:
         if not t.dim() or t.shape[0] != samples:
             return t
-        second = t[samples // 2 :]
-        return torch.cat([t[: samples // 2], 0.5 - 1.5 * second if t.is_floating_point() else second.flip(-1)])
+        other = t.clone()
+        other[1::2] = 0.5 - 1.5 * t[1::2] if t.is_floating_point() else t[1::2].flip(-1)
+        return other
 
     shared = pytree.tree_map_only(Tensor, enough, (args, kwargs))
-    others = pytree.tree_map_only(Tensor, half_changed, shared)
-    first = _first_half(model, shared, ignored, samples)
-    found = _apart(first, _first_half(model, others, ignored, samples))
-    if found and _apart(first, _first_half(model, shared, ignored, samples)):
+    others = pytree.tree_map_only(Tensor, every_other_changed, shared)
+    first = _every_other(model, shared, ignored, samples)
+    found = _apart(first, _every_other(model, others, ignored, samples))
+    if found and _apart(first, _every_other(model, shared, ignored, samples)):
         return math.nan
     return found
 
 
-def _first_half(model: nn.Module, call: tuple[tuple, dict], ignored: set[str], samples: int) -> list[Tensor]:
+def _every_other(model: nn.Module, call: tuple[tuple, dict], ignored: set[str], samples: int) -> list[Tensor]:
     state = {**dict(model.named_parameters()), **{k: b.clone() for k, b in model.named_buffers()}}
     with untouched(model), unsynchronised(), silent(), torch.no_grad():
         _train_but(model, ignored)
@@ -193,7 +170,7 @@ def _first_half(model: nn.Module, call: tuple[tuple, dict], ignored: set[str], s
         random.seed(0)
         result = torch.func.functional_call(model, state, *call)
     outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.is_floating_point()]
-    return [t[: samples // 2] for t in outputs if t.dim() and t.shape[0] == samples]
+    return [t[::2] for t in outputs if t.dim() and t.shape[0] == samples]
 
 
 def _apart(a: list[Tensor], b: list[Tensor]) -> float:

@@ -11,7 +11,6 @@ import dataclasses
 import random
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
 )
-from torch.nn.modules import module as module_hooks
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
@@ -33,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mimicnorm.errors import ExampleError
 from mimicnorm.example import call_arguments, describe
 from mimicnorm.graph import Graph, Node
-from mimicnorm.isolate import silent, unsynchronised, untouched
+from mimicnorm.isolate import following, silent, unsynchronised, untouched
 from mimicnorm.layers import LINEAR_CALLS, WEIGHT_LAYERS, LastNorm, autocast_dtype
 from mimicnorm.ops import FACTORIES, Kind, canonical, kind_of
 
@@ -111,7 +109,7 @@ def _record(model: nn.Module, example: Any, fake: bool, seed: int, training: boo
         model.train(training)
         torch.manual_seed(seed)
         random.seed(seed)
-        with recorder.hooks(), mode, _Taint(recorder), recorder:
+        with following(recorder.enter, recorder.leave), mode, _Taint(recorder), recorder:
             try:
                 output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
             except _NEEDS_VALUES:
@@ -336,19 +334,6 @@ class _Recorder(TorchFunctionMode):
                 self.add(other, "overwrite", Kind.CONCAT, (old, new))
 
     # -- modules -------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Follow which module runs. Global hooks, so the model itself is not touched."""
-        handles = [
-            module_hooks.register_module_forward_pre_hook(self.enter),
-            module_hooks.register_module_forward_hook(self.leave),
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def enter(self, module: nn.Module, args: Any) -> None:
         name = self.names.get(id(module))

@@ -199,8 +199,8 @@ def _still_runs(model: nn.Module, report: Report, example: Any, where: Where | N
         except MimicNormError as error:
             cause = error.__cause__ or error
             raise RefusedError(
-                f"without its BatchNorms the network does not run any more ({type(cause).__name__}: {cause}), so it was "
-                "put back as it was. Leave the BatchNorms that its code reads with where="
+                f"without its BatchNorms the network does not run any more ({type(cause).__name__}: {cause}), so it "
+                "was put back as it was. Leave the BatchNorms that its code reads with where="
             ) from error
     return [s for s in found if not _leaves(where, model.get_submodule(s[0]), s[0])]
 
