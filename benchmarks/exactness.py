@@ -243,7 +243,7 @@ def compiled(rows: Rows, backend: str) -> None:
     """One compilation serves every micro-batch but that of one sample, which the compiler treats by itself.
 
     With ``dynamic=True`` height and width are symbols, too, and inductor fails to order the strides of ShuffleNetV2
-    ("cannot determine truth value"): there it is left to find out which sizes vary, at the price of one more compilation.
+    ("cannot determine truth value"). There it is left to find out which sizes vary: one more compilation.
     """
     for name in filter(partial(missing, rows), NARROW):
         of, about = case(name, NARROW)
