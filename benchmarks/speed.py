@@ -3,10 +3,10 @@
     python benchmarks/speed.py [--rounds 24] [--threads 2] [--cells resnet50-8-112 resnet50-8-112-contiguous ...]
 
 A cell is NETWORK-BATCH-PIXELS of torchvision's network, channels last unless it ends in -contiguous; the largest are
-timed with BatchNorm, MimicNorm and no norm only. A step is forward
-pass, cross entropy, backward pass and SGD with momentum. Every round runs one step of every method, beginning with
-another one each time; ratios are taken within a round, and their median is given with its 95 % interval. Times are
-those of the clock and, beside them, of the processor, which neighbours on the machine stretch less.
+timed with BatchNorm, MimicNorm and no norm only. A step is forward pass, cross entropy, backward pass and SGD with
+momentum. Every round runs one step of every method, beginning with another one each time; ratios are taken within a
+round, and their median is given with its 95 % interval. Times are those of the clock and, beside them, of the
+processor, which neighbours on the machine stretch less.
 
 The share of centring is the time inside profiler ranges around every piece of it (means, differences, scalars, the
 gradient's adjoint), over the time of the step in the same profile. Rows are kept: the same command goes on.

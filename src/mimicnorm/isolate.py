@@ -42,7 +42,7 @@ def untouched(model: nn.Module) -> Iterator[None]:
     python_random = random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_random = numpy.random.get_state() if numpy is not None else None
-    devices = sorted({p.device for p in model.parameters() if p.device.type == "cuda"}, key=str)
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices=devices):
             yield
@@ -56,10 +56,18 @@ def untouched(model: nn.Module) -> Iterator[None]:
                 t.data.copy_(value)
 
 
+def seed(value: int) -> None:
+    """Seed every source of random numbers that ``untouched`` puts back."""
+    torch.manual_seed(value)
+    random.seed(value)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(value)
+
+
 @contextlib.contextmanager
 def following(enter: Callable, leave: Callable) -> Iterator[None]:
     """Call ``enter(module, args)`` and ``leave(module, args, output)`` around every module that runs."""
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
     try:
         yield
     finally:

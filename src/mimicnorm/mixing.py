@@ -1,15 +1,16 @@
 """Does a sample of a converted network see the others? What no class or tensor gives away, numbers do.
 
 A norm written by hand keeps a network batch-dependent without anything that looks like a BatchNorm. One pass on fake
-tensors with a large prime as batch size finds the suspects: a tensor that comes from data and has no factor of the
-prime has lost the batch. Where there are suspects, two real batches that share half of their samples decide.
+tensors with a prime as batch size finds the suspects: what comes from data and has no factor of the prime has lost the
+batch, and samples may meet where it meets data again. Where there are suspects, real batches that share some of their
+samples decide, module by module.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -19,21 +20,30 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mimicnorm.example import call_arguments
-from mimicnorm.isolate import following, silent, unsynchronised, untouched
+from mimicnorm.isolate import following, seed, silent, unsynchronised, untouched
 from mimicnorm.ops import FACTORIES
+from mimicnorm.record import storage_of, tensors_in
 
-_KEEPS_SHAPE = {"_softmax", "_log_softmax", "cumsum", "cumprod", "logcumsumexp", "sort", "roll", "flip", "index"}
-_SAMPLES = 8  # few enough to run, and enough that a shuffled batch is not by chance as it was
+# Operations that keep the shape, or choose from it, along a dimension that they are told.
+_ALONG = {
+    "_softmax", "_log_softmax", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "topk", "roll", "flip",
+    "gather", "scatter", "scatter_add", "index_select", "index_add", "index_copy", "_fft_r2c", "_fft_c2c", "_fft_c2r",
+}  # fmt: skip
+_SAMPLES = 11  # enough that a shuffled batch is not by chance as it was, and the size of no other dimension
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
-def suspects(model: nn.Module, example: Any, ignored: set[str]) -> list[tuple[str, str]]:
-    """Where samples may see each other in training mode: (module, operation), in order; a pass on fake tensors.
+def suspects(model: nn.Module, example: Any, ignored: set[str]) -> dict[str, str] | None:
+    """Where samples may see each other in training mode; a pass on fake tensors.
 
     Args:
         model: A network; left as it was.
-        example: As for ``record``.
+        example: As for ``record``; the first dimension of its first tensor is taken as the batch.
         ignored: Names of modules that are known to mix; they run in evaluation mode.
+
+    Returns:
+        By the module's name, in order, its first operation across the batch. None where the example has no batch
+        dimension that is known (a list of images).
 
     Raises:
         Exception: Whatever the network raises on a batch of another size.
@@ -43,27 +53,26 @@ def suspects(model: nn.Module, example: Any, ignored: set[str]) -> list[tuple[st
         ...     def forward(self, x):
         ...         return x - x.mean(0)
         >>> suspects(nn.Sequential(nn.Linear(4, 4), Centred()), (2, 4), set())
-        [('1', 'sub')]
+        {'1': 'sub'}
     """
-    args, kwargs = call_arguments(model, example)
+    call = call_arguments(model, example)
+    batch = _batch(call)
+    if batch is None:
+        return None
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    tensors = [*state.values(), *(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor))]
-    prime = next(p for p in _primes() if all(size % p for t in tensors for size in t.shape))
+    sizes = {size for t in (*state.values(), *tensors_in(call)) for size in t.shape if size}
+    prime = next(p for p in _primes() if all(size % p for size in sizes))
     fakes = FakeTensorMode(allow_non_fake_inputs=True)
     fake_state: dict[str, Tensor] = {name: fakes.from_tensor(t.detach()) for name, t in state.items()}
-    batch = _batch(args, kwargs)
-    if batch is None:
-        return []
 
     def many(t: Tensor) -> Tensor:
         fake = fakes.from_tensor(t.detach())
         return fake.new_empty((prime, *t.shape[1:])) if t.dim() and t.shape[0] == batch else fake
 
-    with untouched(model), unsynchronised(), silent(), torch.no_grad():
-        _train_but(model, ignored)
+    with _training(model, ignored):
         watch = _Watch(model, prime)
         with following(watch.enter, watch.leave), fakes:
-            args, kwargs = pytree.tree_map_only(Tensor, many, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(Tensor, many, call)
             with watch:
                 torch.func.functional_call(model, fake_state, args, kwargs)
     return watch.suspects
@@ -74,11 +83,10 @@ class _Watch(TorchDispatchMode):
 
     def __init__(self, model: nn.Module, prime: int):
         super().__init__()
-        self.prime, self.suspects = prime, list[tuple[str, str]]()
+        self.prime, self.suspects = prime, dict[str, str]()
         self.names = {id(m): name for name, m in model.named_modules()}
         self.stack: list[str] = []
-        self.without: dict[int, Tensor] = {}  # made from data, but not one per sample; ids stay valid while kept
-        self.pairs: dict[int, Tensor] = {}  # one element per pair of samples
+        self.from_data: dict[int, Tensor] = {}  # memory with what comes from data; kept, so that its ids stay valid
 
     def enter(self, module: nn.Module, *_: Any) -> None:
         self.stack.append(self.names.get(id(module), self.stack[-1] if self.stack else ""))
@@ -87,112 +95,184 @@ class _Watch(TorchDispatchMode):
         self.stack.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = func.overloadpacket.__name__
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name = func.overloadpacket.__name__.rstrip("_")
         if name in FACTORIES:
             return result
-        tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
-        from_data = any(self.per_sample(t) or id(t) in self.without for t in tensors)
-        lost = any(id(t) in self.without or id(t) in self.pairs for t in tensors)
-        for t in outputs:
-            if math.gcd(t.numel(), self.prime**2) > self.prime:
-                self.pairs[id(t)] = t
-            elif self.per_sample(t):
-                if lost or self.over_batch(func, name, args, kwargs or {}):
-                    self.suspects.append((self.stack[-1] if self.stack else "", name))
-            elif from_data:
-                self.without[id(t)] = t
+        inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
+        factors = [self.factors(t) for t in inputs]
+        lost = any(f > 1 or (f == 0 and storage_of(t) in self.from_data) for t, f in zip(inputs, factors, strict=True))
+        kept = [self.factors(t) == 1 for t in outputs if t.numel()]
+        if any(kept) and (lost or self.along_batch(func, name, args, kwargs, all(kept))):
+            self.suspects.setdefault(self.stack[-1] if self.stack else "", name)
+        if lost or any(factors):
+            self.from_data.update((storage_of(t), t) for t in outputs if self.factors(t) == 0)
         return result
 
-    def per_sample(self, t: Tensor) -> bool:
-        return t.numel() > 0 and t.numel() % self.prime == 0
+    def factors(self, t: Tensor) -> int:
+        """How often the prime is in the number of elements: 1 for samples, 2 for pairs of them."""
+        n, found = t.numel(), 0
+        while n and n % self.prime == 0:
+            n, found = n // self.prime, found + 1
+        return found
 
-    def over_batch(self, func: Any, name: str, args: tuple, kwargs: dict) -> bool:
-        """Whether an operation that keeps the shape works along the batch."""
-        if "batch_norm" in name:
-            x = args[0]
-            return any(a is True for a in args) and (x.numel() // x.shape[1]) % self.prime == 0
-        if name not in _KEEPS_SHAPE:
+    def along_batch(self, func: Any, name: str, args: tuple, kwargs: dict, all_kept: bool) -> bool:
+        """Whether an operation that keeps the samples works along them, or may."""
+        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+        x = args[0] if args and isinstance(args[0], Tensor) else None
+        if func.namespace not in ("aten", "prim", "prims"):
+            return True  # a kernel of somebody's own
+        if x is None or not x.dim():
             return False
-        x = args[0]
+        if "batch_norm" in name:
+            return any(a is True for a in args) and (x.numel() // x.shape[1]) % self.prime == 0
+        if not all_kept:  # what a fused norm returns beside its output: the statistics
+            return True
         if name == "index":
             return any(i is not None and size % self.prime == 0 for i, size in zip(args[1], x.shape, strict=False))
-        given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        dims = given.get("dim", given.get("dims", -1))
-        return any(x.shape[d] % self.prime == 0 for d in (dims if isinstance(dims, (list, tuple)) else [dims]))
+        if name == "convolution" or "pool" in name:
+            return any(size % self.prime == 0 for size in x.shape[2:])
+        if "scaled_dot_product" in name:
+            return args[1].shape[-2] % self.prime == 0
+        if name not in _ALONG:
+            return False
+        dims = given.get("dim", given.get("dims", [] if name == "roll" else -1))  # roll: without any, over all
+        dims = dims if isinstance(dims, (list, tuple)) else [dims]
+        return any(x.shape[d] % self.prime == 0 for d in dims or range(x.dim()))
 
 
-def change(model: nn.Module, example: Any, ignored: set[str]) -> float:
-    """How much the output of every other sample changes with the rest, relative to its size; a few real passes.
+def changes(model: nn.Module, example: Any, ignored: set[str], names: Iterable[str]) -> dict[str, float]:
+    """How much the output of some samples changes with the others, by module; a few real passes.
+
+    Args:
+        model: A network; left as it was.
+        example: As for ``suspects``.
+        ignored: As for ``suspects``.
+        names: The modules in question, "" for the network itself.
 
     Returns:
-        0 within rounding; NaN where it cannot be told: no real tensors, values that are not finite, randomness that
-        a seed does not fix.
+        Relative to the output's size, and 0 within rounding. NaN where it cannot be told: no real tensors, values that
+        are not finite, no output with a batch dimension, inputs that differ already, randomness without a seed.
 
     Example:
-        >>> change(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (2, 4), set())
-        0.0
+        >>> changes(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (2, 4), set(), ["1"])
+        {'1': 0.0}
     """
-    args, kwargs = call_arguments(model, example)
-    batch = _batch(args, kwargs)
-    leaves = [*pytree.tree_leaves((args, kwargs)), *model.parameters(), *model.buffers()]
-    if batch is None or any(isinstance(t, Tensor) and t.is_meta for t in leaves):
-        return math.nan
+    names = list(dict.fromkeys(names))
+    call = call_arguments(model, example)
+    batch = _batch(call)
+    if batch is None or any(t.is_meta for t in (*tensors_in(call), *model.parameters(), *model.buffers())):
+        return dict.fromkeys(names, math.nan)
+    try:
+        return _changes(model, call, ignored, names, batch, _SAMPLES)
+    except Exception:
+        if batch < 2:
+            raise
+        return _changes(model, call, ignored, names, batch, batch)  # a batch size that is written into the model
 
-    repeats = -(-_SAMPLES // batch)
-    samples = batch * repeats
+
+def _changes(
+    model: nn.Module, call: tuple, ignored: set[str], names: list[str], batch: int, samples: int
+) -> dict[str, float]:
+    batched = [t.dim() > 0 and t.shape[0] == batch for t in tensors_in(call)]
+    rows = torch.arange(samples) % batch
+    shared = torch.arange(samples) % 3 == (samples % 3 == 1)  # no flip and no short shift maps these to each other
 
     def enough(t: Tensor) -> Tensor:
-        return torch.cat([t] * repeats) if t.dim() and t.shape[0] == batch else t
+        return t[rows.to(t.device)]
 
-    def every_other_changed(t: Tensor) -> Tensor:
-        if not t.dim() or t.shape[0] != samples:
-            return t
-        other = t.clone()
-        other[1::2] = 0.5 - 1.5 * t[1::2] if t.is_floating_point() else t[1::2].flip(-1)
-        return other
+    def others(t: Tensor) -> Tensor:
+        t = enough(t)
+        if t.is_floating_point():
+            t[~shared] = 0.5 - 3 * t[~shared]
+        else:
+            order = torch.randperm(t.numel(), generator=torch.Generator().manual_seed(0))
+            t[~shared] = t.flatten()[order.to(t.device)].view_as(t)[~shared]
+        return t
 
-    shared = pytree.tree_map_only(Tensor, enough, (args, kwargs))
-    others = pytree.tree_map_only(Tensor, every_other_changed, shared)
-    first = _every_other(model, shared, ignored, samples)
-    found = _apart(first, _every_other(model, others, ignored, samples))
-    if found and _apart(first, _every_other(model, shared, ignored, samples)):
-        return math.nan
+    def run(change: Callable[[Tensor], Tensor]) -> _Calls:
+        which = iter(batched)  # every pass has tensors of its own: a model may write into its input
+        given = pytree.tree_map_only(Tensor, lambda t: change(t) if next(which) else t.clone(), call)
+        return _pass(model, given, ignored, names, shared)
+
+    first, second = run(enough), run(others)
+    found = {name: _worst(first.get(name, []), second.get(name, [])) for name in names}
+    if any(found.values()):
+        again = run(enough)
+        found |= {n: math.nan for n in names if found[n] and _worst(first.get(n, []), again.get(n, [])) != 0}
     return found
 
 
-def _every_other(model: nn.Module, call: tuple[tuple, dict], ignored: set[str], samples: int) -> list[Tensor]:
-    state = {**dict(model.named_parameters()), **{k: b.clone() for k, b in model.named_buffers()}}
-    with untouched(model), unsynchronised(), silent(), torch.no_grad():
-        _train_but(model, ignored)
-        torch.manual_seed(0)
-        random.seed(0)
-        result = torch.func.functional_call(model, state, *call)
-    outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor) and t.is_floating_point()]
-    return [t[::2] for t in outputs if t.dim() and t.shape[0] == samples]
+_Calls = dict[str, list[tuple[list[Tensor], list[Tensor]]]]  # by module, the shared samples in and out of every call
+
+
+def _pass(model: nn.Module, call: tuple, ignored: set[str], names: list[str], shared: Tensor) -> _Calls:
+    wanted = {id(model.get_submodule(name)): name for name in names}
+    calls: _Calls = {}
+    open_: list[list[Tensor]] = []
+
+    def of_shared(values: Any) -> list[Tensor]:
+        found = [t for t in tensors_in(values) if t.is_floating_point() and len(shared) in t.shape]
+        return [t.detach().cpu().movedim(t.shape.index(len(shared)), 0)[shared] for t in found]
+
+    def enter(module: nn.Module, args: Any) -> None:
+        if id(module) in wanted:
+            open_.append(of_shared(args))
+
+    def leave(module: nn.Module, args: Any, output: Any) -> None:
+        del args
+        if id(module) in wanted:
+            calls.setdefault(wanted[id(module)], []).append((open_.pop(), of_shared(output)))
+
+    generator = torch.Generator().manual_seed(0)
+    state = {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+    for name, p in model.named_parameters():
+        if not p.any():  # branches and heads that start at zero would hide what is behind them
+            state[name] = 0.1 * torch.randn(p.shape, generator=generator).to(p)
+    with _training(model, ignored), following(enter, leave):
+        torch.func.functional_call(model, state, *call)
+    return calls
+
+
+def _worst(a: list, b: list) -> float:
+    """The largest change of an output over the calls whose inputs agree; NaN if there is none to judge by."""
+    judged = [
+        _apart(one[1], other[1]) for one, other in zip(a, b, strict=False) if one[1] and not _apart(one[0], other[0])
+    ]
+    finite = [change for change in judged if not math.isnan(change)]
+    return max(finite) if finite and (max(finite) > 0 or len(finite) == len(judged)) else math.nan
 
 
 def _apart(a: list[Tensor], b: list[Tensor]) -> float:
-    worst = 0.0
+    worst, told = 0.0, True
     for one, other in zip(a, b, strict=True):
-        difference = (one.double() - other.double()).norm() / one.double().norm().clamp_min(1e-30)
-        if not difference <= _TOLERANCE.get(one.dtype, 1e-4):
-            worst = max(worst, difference.item()) if difference.isfinite() else math.nan
-    return worst
+        difference = torch.where(one == other, 0.0, one.double() - other.double()).norm()
+        relative = float(difference / one.double().norm().clamp_min(1e-30)) if difference else 0.0
+        if math.isnan(relative) or math.isinf(relative):
+            told = False
+        elif relative > _TOLERANCE.get(one.dtype, 1e-4):
+            worst = max(worst, relative)
+    return worst if told or worst else math.nan
 
 
-def _train_but(model: nn.Module, ignored: set[str]) -> None:
-    model.train()
-    for name, module in model.named_modules():
-        if name in ignored:
-            module.eval()
+@contextlib.contextmanager
+def _training(model: nn.Module, ignored: set[str]) -> Iterator[None]:
+    """Training mode, seeded and without a trace; only the modules to be ignored are in evaluation mode."""
+    with untouched(model), unsynchronised(), silent(), torch.no_grad():
+        model.train()
+        for name, module in model.named_modules():
+            if name in ignored:
+                module.eval()
+        seed(0)
+        yield
 
 
-def _batch(args: tuple, kwargs: dict) -> int | None:
+def _batch(call: tuple[tuple, dict]) -> int | None:
     """The batch size: of the first argument that is a tensor. In a list of tensors there is no batch dimension."""
-    return next((t.shape[0] for t in (*args, *kwargs.values()) if isinstance(t, Tensor) and t.dim()), None)
+    tensors = [t for t in (*call[0], *call[1].values()) if isinstance(t, Tensor) and t.dim()]
+    return next((t.shape[0] for t in sorted(tensors, key=lambda t: t.dim() < 2)), None)
 
 
 def _primes() -> Iterator[int]:
-    return (n for n in range(1009, 10**6) if all(n % d for d in range(2, math.isqrt(n) + 1)))
+    return (n for n in range(211, 10**6) if all(n % d for d in range(2, math.isqrt(n) + 1)))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import random
 import re
 import sys
 from typing import Any
@@ -31,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mimicnorm.errors import ExampleError
 from mimicnorm.example import call_arguments, describe
 from mimicnorm.graph import Graph, Node
-from mimicnorm.isolate import following, silent, unsynchronised, untouched
+from mimicnorm.isolate import following, seed, silent, unsynchronised, untouched
 from mimicnorm.layers import LINEAR_CALLS, WEIGHT_LAYERS, LastNorm, autocast_dtype
 from mimicnorm.ops import FACTORIES, Kind, canonical, kind_of
 
@@ -64,11 +63,11 @@ def record(model: nn.Module, example: Any) -> Graph:
     """
     norms = {name for name, m in model.named_modules() if is_batch_norm(m) and not isinstance(m, LastNorm)}
     best: Graph | None = None
-    for seed, training in ((0, True), (1, True), (2, True), (3, True), (0, False)):
+    for number, training in ((0, True), (1, True), (2, True), (3, True), (0, False)):
         try:
-            graph = _record(model, example, True, seed, training)
+            graph = _record(model, example, True, number, training)
         except _NEEDS_VALUES:  # control flow that reads values needs values
-            graph = _record(model, example, False, seed, training)
+            graph = _record(model, example, False, number, training)
         except ExampleError:
             if best is None:
                 raise
@@ -81,7 +80,7 @@ def record(model: nn.Module, example: Any) -> Graph:
     return best
 
 
-def _record(model: nn.Module, example: Any, fake: bool, seed: int, training: bool) -> Graph:
+def _record(model: nn.Module, example: Any, fake: bool, number: int, training: bool) -> Graph:
     args, kwargs = call_arguments(model, example)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
     stand_in: dict[int, Tensor] = {}
@@ -107,8 +106,7 @@ def _record(model: nn.Module, example: Any, fake: bool, seed: int, training: boo
             recorder.add(leaf, "input", Kind.INPUT, ())
     with untouched(model), unsynchronised(), silent(), torch.no_grad():
         model.train(training)
-        torch.manual_seed(seed)
-        random.seed(seed)
+        seed(number)
         with following(recorder.enter, recorder.leave), mode, _Taint(recorder), recorder:
             try:
                 output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
@@ -185,7 +183,7 @@ class _Recorder(TorchFunctionMode):
 
     def alias(self, t: Tensor) -> None:
         """Remember every view of a memory: a write to one is a write to all."""
-        views = self.aliases.setdefault(_storage(t), [])
+        views = self.aliases.setdefault(storage_of(t), [])
         if not any(t is v for v in views):
             views.append(t)
 
@@ -324,7 +322,7 @@ class _Recorder(TorchFunctionMode):
     def mutate(self, t: Tensor, name: str, kind: Kind, inputs: tuple[Node, ...], extra: dict) -> None:
         """An in-place operation: a new value for ``t`` and for every other view of its memory."""
         new = self.add(t, name, kind, inputs, **extra)
-        for other in list(self.aliases.get(_storage(t), ())):
+        for other in list(self.aliases.get(storage_of(t), ())):
             if other is t or _disjoint(other, t):
                 continue
             old = self.node(other)
@@ -370,8 +368,7 @@ class _Recorder(TorchFunctionMode):
             self.add(result, "frozen_batch_norm", Kind.NORM, (source,), norm=name)
 
     def finish(self, output: Any) -> Graph:
-        leaves = [t for t in _leaves(output) if isinstance(t, Tensor)]
-        self.graph.outputs = [n for t in leaves if (n := self.node(t)) is not None]
+        self.graph.outputs = [n for t in tensors_in(output) if (n := self.node(t)) is not None]
         for node in self.graph.outputs:
             node.is_output = True
         self._forget_dead_reads()
@@ -388,16 +385,15 @@ class _Recorder(TorchFunctionMode):
             node.users = [u for u in node.users if u in alive]
 
 
-def _leaves(output: Any) -> list:
+def tensors_in(values: Any) -> list[Tensor]:
     """Depth first through containers, dataclasses and objects with tensor attributes."""
-    flat = []
-    for leaf in pytree.tree_leaves(output):
-        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            values = [getattr(leaf, f.name) for f in dataclasses.fields(leaf)]
-            flat += [t for t in pytree.tree_leaves(values) if isinstance(t, Tensor)]
-        elif isinstance(leaf, Tensor) or not hasattr(leaf, "__dict__"):
+    flat: list[Tensor] = []
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, Tensor):
             flat.append(leaf)
-        else:
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            flat += tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
+        elif hasattr(leaf, "__dict__"):
             flat += [t for t in pytree.tree_leaves(dict(vars(leaf))) if isinstance(t, Tensor)]
     return flat
 
@@ -425,7 +421,8 @@ class _Taint(TorchDispatchMode):
         return result
 
 
-def _storage(t: Tensor) -> int:
+def storage_of(t: Tensor) -> int:
+    """What is equal for two tensors that share memory, while they live."""
     try:
         return t.untyped_storage()._cdata
     except (NotImplementedError, RuntimeError):  # sparse and other tensors without a storage of their own

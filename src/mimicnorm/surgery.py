@@ -119,11 +119,11 @@ def _carry_out(model: nn.Module, planned: Plan, example: Any, where: Where | Non
     with _all_or_nothing(model, report):
         _operate(model, report)
         model._mimicnorm = planned  # pyrefly: ignore  # for check and init_; not in the state dict
-        suspects = _still_runs(model, report, example, where)
+        suspects = _still_runs(model, report, example)
         if report.init is not None:
             initialise(model, report, report.init, example)
         if suspects:
-            _refuse_mixing(model, report, example, *suspects[0])
+            _refuse_mixing(model, report, example, suspects, where)
     return report
 
 
@@ -182,27 +182,54 @@ def _conversions(model: nn.Module) -> list[tuple[str, nn.Module]]:
     return found
 
 
-def _still_runs(model: nn.Module, report: Report, example: Any, where: Where | None) -> list[tuple[str, str]]:
+def _still_runs(model: nn.Module, report: Report, example: Any) -> dict[str, str]:
     """Run the converted network on fake tensors: code that reads a BatchNorm's attributes shows here.
 
     Returns:
-        Where samples may still see each other, as ``mixing.suspects``; less what ``where`` leaves.
+        The modules in which samples may still see each other, each with an operation that works across the batch.
     """
+    found = None
+    with _without_last_norms(model), contextlib.suppress(Exception):  # of another batch size, or of missing values
+        found = mixing.suspects(model, example, _left(report))
+    if found is not None:
+        return found
     try:
         with _without_last_norms(model):
-            found = mixing.suspects(model, example, _left(report))
-    except Exception:  # of a batch of another size, or of values that are not there: the example decides
-        found = [("", "")]
-        try:
-            with _without_last_norms(model):
-                record(model, example)
-        except MimicNormError as error:
-            cause = error.__cause__ or error
+            record(model, example)
+    except MimicNormError as error:
+        cause = error.__cause__ or error
+        raise RefusedError(
+            f"without its BatchNorms the network does not run any more ({type(cause).__name__}: {cause}), so it was "
+            "put back as it was. Leave the BatchNorms that its code reads with where="
+        ) from error
+    return {"": ""}
+
+
+def _refuse_mixing(
+    model: nn.Module, report: Report, example: Any, suspects: dict[str, str], where: Where | None
+) -> None:
+    """Refuse a network whose samples see each other by numbers, whatever its modules are called."""
+    try:
+        with _without_last_norms(model):
+            changes = mixing.changes(model, example, _left(report), suspects)
+    except Exception:  # the passes were extra: that they cannot be made says nothing about the conversion
+        changes = dict.fromkeys(suspects, math.nan)
+    for name, change in changes.items():
+        module = model.get_submodule(name)
+        at = f"{name!r} ({type(module).__name__})" if name else "the network itself"
+        by = f" ({suspects[name]})" if suspects[name] else ""
+        if math.isnan(change):
+            report.notes.append(f"{at} may work across the batch{by}: that could not be tried")
+        elif change > 0 and _leaves(where, module, name):
+            report.notes.append(f"{at} works across the batch{by} and was left by where=")
+        elif change > 0:
             raise RefusedError(
-                f"without its BatchNorms the network does not run any more ({type(cause).__name__}: {cause}), so it "
-                "was put back as it was. Leave the BatchNorms that its code reads with where="
-            ) from error
-    return [s for s in found if not _leaves(where, model.get_submodule(s[0]), s[0])]
+                f"samples would still see each other: {at} works across the batch{by}, its output for one sample "
+                f"changes by {change:.1g} of its size with the others, and it is no BatchNorm that is known here. So "
+                "the network was put back as it was. Put nn.BatchNorm in its place before converting. If it is meant "
+                "to do that, or the first dimension of the first argument is not the batch, leave it: "
+                f"where=lambda module, name: name != {name!r}"
+            )
 
 
 def _leaves(where: Where | None, module: nn.Module, name: str) -> bool:
@@ -210,25 +237,6 @@ def _leaves(where: Where | None, module: nn.Module, name: str) -> bool:
         return where is not None and not where(module, name)
     except Exception:  # written with BatchNorms in mind: it has nothing to say about this module
         return False
-
-
-def _refuse_mixing(model: nn.Module, report: Report, example: Any, name: str, operation: str) -> None:
-    """Refuse a network whose samples see each other by numbers, whatever its modules are called."""
-    try:
-        with _without_last_norms(model):
-            change = mixing.change(model, example, _left(report))
-    except Exception as error:  # the pass was extra: that it cannot be made says nothing about the conversion
-        change, operation = math.nan, f"{operation}; {type(error).__name__}"
-    at = f"{name!r} ({type(model.get_submodule(name)).__name__})" if name else "the network"
-    if change > 0:
-        raise RefusedError(
-            f"the output of a sample still changes with the others of its batch, by {change:.1g} of its size: "
-            f"{at} works across the batch{f' ({operation})' if operation else ''} and is no BatchNorm that is known "
-            "here, so the network was put back as it was. Put nn.BatchNorm in its place before converting; or, if it "
-            f"is meant to do that, leave it: where=lambda module, name: name != {name!r}"
-        )
-    if math.isnan(change) and operation:
-        report.notes.append(f"{at} may work across the batch ({operation}): that could not be tried")
 
 
 def _left(report: Report) -> set[str]:

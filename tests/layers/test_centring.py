@@ -190,6 +190,8 @@ def test_channels_last_in_channels_last_out():
     y.square().sum().backward()
     plain(x).square().sum().backward()
     torch.testing.assert_close(layer.weight.grad, 0.7 * centre(plain.weight.grad))
+    inner = (plain.weight.grad * plain.weight / 0.7).sum()
+    torch.testing.assert_close(layer.residual_scale.grad, inner.reshape(1))
 
 
 def test_autocast_runs_narrow_and_centres_wide():

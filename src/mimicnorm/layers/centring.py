@@ -278,7 +278,7 @@ def _effective(weight: Tensor, sums: Tensor, scale: Tensor | None, op: Op) -> Te
         centred = torch.sub(grouped, sums, alpha=one_over_n)
     else:
         centred = torch.addcmul((sums * -one_over_n) * scale, grouped, scale)
-    return centred.view_as(weight) if op.transposed else centred
+    return centred.flatten(0, 1) if op.transposed else centred
 
 
 def _scaled(weight: Tensor, scale: Tensor | None) -> Tensor:
