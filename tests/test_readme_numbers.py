@@ -30,7 +30,7 @@ def test_readme_quotes_the_results():
         quoted.append(f"{worst:.1e}".replace("e-0", "e-"))
     quoted.append(f"{load('microbatch-time')['processor']['ratio_median']:.2f}")
     speed = {row["cell"]: row for row in load("speed")["rows"]}
-    for cell in ("resnet50-8-224-contiguous", "resnet50-8-224"):
+    for cell in (f"resnet50-{batch}-224{layout}" for batch in (8, 32) for layout in ("", "-contiguous")):
         over = speed[cell]["batchnorm_over"]["wall"]
         quoted += [f"{over[method]['value']:.2f}" for method in ("mimicnorm", "nonorm")]
     quoted += [f"{100 * speed[c]['centring_share']['value']:.1f} %" for c in ("resnet50-8-224", "resnet50-32-224")]
