@@ -1,4 +1,4 @@
-"""Write the numbers of ``docs/memory.md``, ``docs/microbatch.md`` and ``docs/compare.md`` from the result files.
+"""Write the numbers of the pages in ``docs/`` from the result files.
 
     python benchmarks/pages.py
 
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("docs/memory.md", "docs/microbatch.md", "docs/compare.md")
+PAGES = ("docs/memory.md", "docs/microbatch.md", "docs/compare.md", "docs/architecture.md")
 MIB, GIB = 2**20, 2**30
 NAMES = {
     "resnet18": "ResNet-18",
@@ -296,6 +296,19 @@ def speed() -> str:
     return table(head, [(m if "(" in m else f"`{m}`", *(cell(r, m) for r in rows)) for m in methods])
 
 
+def signal() -> str:
+    rows = load("signal")["rows"]
+    head = "network | layers that owned a BatchNorm, on another batch | largest of any module: median, worst seed"
+    lines = []
+    for network in dict.fromkeys(r["network"] for r in rows if r["init"] == "calibrate"):
+        own = [r for r in rows if r["network"] == network]
+        least, most = (f(r[f"{n}_on_another_batch"] for r in own) for f, n in ((min, "least"), (max, "most")))
+        largest = sorted(r["largest_variance"] for r in own)
+        middle, worst = statistics.median(largest), largest[-1]
+        lines.append((f"`{network}`", f"{least:.2f} to {most:.2f}", f"{middle:.1f}, {worst:.1f}"))
+    return table(head, lines)
+
+
 def centring() -> str:
     rows = []
     for row in load("speed")["rows"]:
@@ -315,7 +328,7 @@ MAKERS: dict[str, Callable[[], str]] = {
     for f in (
         *(ratios, peak, prediction, inductor, paper, alternatives),
         *(accumulation, time, exactness, rounding, training, memory, accuracy),
-        *(compared_resnet18, compared_vgg11, start, speed, centring),
+        *(compared_resnet18, compared_vgg11, start, speed, centring, signal),
     )
 }
 
