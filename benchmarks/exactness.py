@@ -16,6 +16,7 @@ import copy
 import os
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -278,6 +279,7 @@ def _rank(rank: int, world: int, name: str, seed: int, folder: str) -> None:
             backward(wrapped, of.loss_fn, *share, micro_batch=micro_batch)
             parts[dtype, micro_batch] = gradient(net).clone()
     torch.save(parts, f"{folder}/{rank}.pt")
+    time.sleep(0.3)  # gloo's threads still need the interpreter: see training/processes.py
     dist.destroy_process_group()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,7 @@ def worker(rank: int, port: int, kind: str, path: str) -> None:
     full = {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in model.named_parameters()}
     if rank == 0:
         torch.save(full, path)
+    time.sleep(0.3)  # gloo's threads still need the interpreter: see training/processes.py
     torch.distributed.destroy_process_group()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -42,6 +43,7 @@ def _enter(rank: int, job: Callable, world: int, folder: str) -> None:
     join(rank, world, folder)
     found = job(rank, world)
     torch.save(found, f"{folder}/{rank}.pt")
+    time.sleep(0.3)  # gloo's threads still need the interpreter: see training/processes.py
     dist.destroy_process_group()
 
 

@@ -10,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -207,6 +208,7 @@ def one_of(rank: int, size: int, meeting: str, out: str, changes: dict) -> None:
     dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=size)
     result = train(out, **changes)
     Path(f"{out}.{rank}").write_text(f"{result.status} {result.step} {result.top1}")
+    time.sleep(0.3)  # gloo's threads still need the interpreter: see training/processes.py
     dist.destroy_process_group()
 
 
