@@ -335,3 +335,18 @@ def test_bad_input_is_named(call, says, inputs):
     with pytest.raises(TheoryError) as caught:
         call(inputs, Transition("weight_mean"))
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize("activation", ["relu", "tanh"])
+def test_threads_share_the_pairs_and_change_nothing(activation):
+    x = torch.randn(730, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append(kernels(x, 3, Transition("weight_mean", activation, sigma_b2=0.1)))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(found[1].nngp, found[0].nngp, rtol=1e-14, atol=0)
+    torch.testing.assert_close(found[1].ntk, found[0].ntk, rtol=1e-14, atol=0)

@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -32,6 +32,7 @@ from .surface import surface
 from .transition import Transition, check_depth
 
 MANY = 1000  # pairs times layers from which an interpolant pays
+BLOCK = 2**17  # pairs that a thread takes at once: with fewer, threads mostly wait for the interpreter
 Scales = str | float | Sequence[float]
 
 
@@ -80,9 +81,9 @@ class _State:
         m, m2 = self.k.shape
         return m * (m + 1) // 2 if self.same else m * m2
 
-    def blocks(self, slow: bool) -> Iterator[tuple[slice, slice]]:
-        """Yield row and column ranges small enough for the processor's cache; slow: no pair twice."""
-        height = 1 if slow else max(1, 2**15 // len(self.q2))
+    def blocks(self, pairs: int = 2**15) -> Iterator[tuple[slice, slice]]:
+        """Yield row and column ranges of about so many pairs; by default they fit the processor's cache."""
+        height = max(1, pairs // len(self.q2))
         for row in range(0, len(self.q1), height):
             yield slice(row, row + height), slice(row if self.same else 0, None)
 
@@ -99,7 +100,7 @@ class _State:
     def angles(self) -> tuple[float, float]:
         """Return the least and the largest arccos(rho) of inputs that are not collinear."""
         ends = []
-        for rows, columns in self.blocks(slow=False):
+        for rows, columns in self.blocks():
             rho = self.correlation(rows, columns)
             ends.append((float(rho.min()), float(rho.masked_fill_(self.collinear[rows, columns], -1.0).max())))
         low, high = min(e[0] for e in ends), max(e[1] for e in ends)
@@ -263,20 +264,23 @@ def _start(
     return _State(cross, cross, q1, q2, same, identical, collinear, layers)
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    # blocks that fit the cache are too short to share: the threads' waiting costs more than the sum. Nor do Python
-    # threads with a block each help: measured, two of them took 16 times the CPU time of one
+def _layer(state: _State, t: Transition) -> _State:
+    """Run one layer, in one thread or with each thread on blocks of its own: an operation is too short to be shared.
+
+    PyTorch's number of threads is each Python thread's own: without the initializer each would start a team.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        yield
+        if threads == 1 or state.pairs < 2 * BLOCK:
+            return _layer_by(map, state, t, 2**15)
+        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return _layer_by(pool.map, state, t, BLOCK)
     finally:
         torch.set_num_threads(threads)
 
 
-@_one_thread()
-def _layer(state: _State, t: Transition) -> _State:
+def _layer_by(each: Callable, state: _State, t: Transition, block: int) -> _State:
     phi, w2, bias = t.activation, t.effective_w2, t.sigma_b2
     q = state.q1[0]
     equal = bool(((state.q1 - q).abs() <= 1e-14 * q).all() & ((state.q2 - q).abs() <= 1e-14 * q).all())
@@ -319,7 +323,7 @@ def _layer(state: _State, t: Transition) -> _State:
         theta[rows, columns] = new = torch.addcmul(new, slope, state.theta[rows, columns], value=w2)
         return math.isfinite(float(new.sum()))
 
-    finite = all(fill(block) for block in state.blocks(slow))
+    finite = all(each(fill, state.blocks(1 if slow else block)))
     q1, q2 = w2 * (power1 + shift1**2) + bias, w2 * (power2 + shift2**2) + bias
     _require_range(torch.cat([q1, q2]), finite, state.layer + 1)
     return replace(state, k=k, theta=theta, q1=q1, q2=q2, layer=state.layer + 1)
