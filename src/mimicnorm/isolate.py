@@ -67,7 +67,7 @@ def seed(value: int) -> None:
 @contextlib.contextmanager
 def following(enter: Callable, leave: Callable) -> Iterator[None]:
     """Call ``enter(module, args)`` and ``leave(module, args, output)`` around every module that runs."""
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
+    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
     try:
         yield
     finally:
