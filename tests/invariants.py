@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 
+from mimicnorm.errors import RefusedError
 from mimicnorm.layers import LastNorm
-from mimicnorm.methods import MimicNorm, NoNorm
+from mimicnorm.methods import Method, MimicNorm, NoNorm
 from mimicnorm.record import is_batch_norm
-from mimicnorm.surgery import Report, convert
+from mimicnorm.surgery import Report, convert, convert_
 
 
 def leaves(output) -> list[torch.Tensor]:
@@ -115,3 +117,15 @@ def hold(model: nn.Module, x: torch.Tensor, method=None, **kw) -> nn.Module:
     after = model.state_dict()
     assert all(torch.equal(after[k], v) for k, v in before.items())
     return converted
+
+
+def refuses(model: nn.Module, method: Method, *, example, match: str, **kw) -> None:
+    """``convert_`` raises these words, and the model and the random numbers are as they were, bit for bit."""
+    state, classes = copy.deepcopy(model.state_dict()), [type(m) for m in model.modules()]
+    random = torch.get_rng_state()
+    with pytest.raises(RefusedError, match=match):
+        convert_(model, method, example=example, **kw)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert [type(m) for m in model.modules()] == classes
+    assert all(torch.equal(t, state[name]) for name, t in model.state_dict().items())
+    assert list(model.state_dict()) == list(state)

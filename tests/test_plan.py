@@ -226,6 +226,10 @@ def trained():
     return net
 
 
+def normed_head():
+    return nn.Sequential(nets.conv(3, 8), nets.conv(8, 8), nn.BatchNorm2d(8))
+
+
 REFUSED = {
     "no batch norm": (lambda: nn.Conv2d(3, 2, 1), {}, "nothing to convert"),
     "functional": (FunctionalNorm, {}, "F.batch_norm"),
@@ -252,7 +256,8 @@ REFUSED = {
         r"no evident head.*head=.*last_norm=False",
     ),
     "unknown head": (nets.resnet, {"head": "classifier"}, "classifier: head= names no module"),
-    "normed head": (nets.resnet, {"head": "blocks.0.conv1"}, "blocks.0.conv1: is the head"),
+    "normed head": (normed_head, {"head": "1"}, "1: is the head, yet a BatchNorm follows it"),
+    "inner head": (nets.resnet, {"head": "blocks.0.conv1"}, "blocks.0.conv1: head= names .* goes into further layers"),
     "trained": (trained, {}, r"stem.1: .*looks trained.*init="),
     "where leaves all": (nets.resnet, {"where": lambda m, n: False}, "nothing to convert"),
     "forward raises": (nets.resnet, {"example": (2, 4, 8, 8)}, "inside 'stem.0'"),

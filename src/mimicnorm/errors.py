@@ -11,7 +11,11 @@ class MimicNormError(ValueError):
 
 
 class ExampleError(MimicNormError):
-    """The model does not run on the example input."""
+    """The model does not run on the example input; ``where`` is the module in which it raised."""
+
+    def __init__(self, message: str, where: str = ""):
+        super().__init__(message)
+        self.where = where
 
 
 class RefusedError(MimicNormError):

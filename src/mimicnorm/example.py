@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -22,19 +23,25 @@ def call_arguments(model: nn.Module, example: Any) -> tuple[tuple, dict]:
         >>> args[0].shape
         torch.Size([5, 3])
     """
-    if _is_shape(example):
+    if is_shape(example):
         if min(example) < 1:
             raise ExampleError(f"example shape {tuple(example)} has a size below 1: give (batch, channels, ...)")
         weights = [p for p in model.parameters() if p.is_floating_point()]
         like = weights[0] if weights else torch.empty(0, device="cpu")
         generator = torch.Generator("cpu").manual_seed(0)  # the caller's random numbers stay theirs
-        x = torch.randn(*example, generator=generator, dtype=torch.float32, device="cpu")
-        return (x.to(like.device, like.dtype),), {}
+        try:
+            x = torch.randn(*example, generator=generator, dtype=torch.float32, device="cpu")
+            return (x.to(like.device, like.dtype),), {}
+        except (RuntimeError, MemoryError) as error:
+            raise ExampleError(f"an example of shape {tuple(example)} does not fit into memory") from error
+    tensors = tensors_in(example)
+    if tensors and all(t.numel() == 0 for t in tensors):
+        raise ExampleError(f"the example {tuple(tensors[0].shape)} has no elements: give at least one sample")
     if isinstance(example, Tensor):
         return (example,), {}
     if isinstance(example, dict):
         return (), dict(example)
-    if isinstance(example, (tuple, list)) and any(isinstance(t, Tensor) for t in pytree.tree_leaves(example)):
+    if isinstance(example, (tuple, list)) and tensors:
         return tuple(example), {}
     raise ExampleError(
         f"example must be a tensor, a shape such as (2, 3, 224, 224), a tuple of call arguments or a dict of "
@@ -52,18 +59,32 @@ def with_more_samples(example: Any) -> tuple[int, ...] | None:
         >>> with_more_samples((2, 3, 96, 96)), with_more_samples((2, 3, 512, 512))
         ((28, 3, 96, 96), None)
     """
-    if not _is_shape(example):
+    if not is_shape(example):
         return None
     samples = min(_NOISE_SAMPLES, _NOISE_POSITIONS // math.prod(example[2:]))
     return (samples, *example[1:]) if samples > example[0] else None
 
 
-def _is_shape(example: Any) -> bool:
-    is_shape = isinstance(example, (tuple, list, torch.Size)) and all(type(n) is int for n in example)
-    return is_shape and len(example) > 0
+def tensors_in(values: Any) -> list[Tensor]:
+    """Depth first through containers, dataclasses and objects with tensor attributes."""
+    flat: list[Tensor] = []
+    for leaf in pytree.tree_leaves(values):
+        if isinstance(leaf, Tensor):
+            flat.append(leaf)
+        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
+            flat += tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
+        elif hasattr(leaf, "__dict__"):
+            flat += [t for t in pytree.tree_leaves(dict(vars(leaf))) if isinstance(t, Tensor)]
+    return flat
+
+
+def is_shape(example: Any) -> bool:
+    """Whether an example is a shape: noise is to stand for it."""
+    whole = isinstance(example, (tuple, list, torch.Size)) and all(type(n) is int for n in example)
+    return whole and len(example) > 0
 
 
 def describe(args: tuple, kwargs: dict) -> str:
     """Shapes and types of call arguments, for messages."""
-    leaves = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-    return ", ".join(f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in leaves) or "no tensor"
+    found = (f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors_in((args, kwargs)))
+    return ", ".join(found) or "no tensor"

@@ -31,7 +31,7 @@ def carried(node: Node) -> Node | None:
     if node.kind in (Kind.ACTIVATION, Kind.POOL) and len(set(node.inputs)) > 1:
         return None  # torch.maximum(a, b): neither alone
     if node.kind is not Kind.PRODUCT:
-        return node.inputs[0]
+        return node.inputs[0]  # of a sum with numbers that are spread over positions, too: see ``record``
     a, b = node.inputs[:2]
     if a is b:
         return a
@@ -61,6 +61,11 @@ def owner(norm: Node) -> Node | None:
     return node if alone else None
 
 
+def before_norm(norm: Node) -> Node:
+    """What made a BatchNorm's input: the first operation behind views, activations and their like."""
+    return walk_back(norm.inputs[0], _TO_LAYERS)
+
+
 def read_once(node: Node) -> bool:
     """Whether a tensor has one reader: only then may what follows write into it."""
     return len(node.users) + node.is_output == 1
@@ -79,20 +84,30 @@ def on_raw_input(norm: Node) -> bool:
 
 
 def reached_layers(node: Node) -> list[Node]:
-    """The weight layers that a tensor reaches first, through activations, pooling, dropout and views."""
+    """The weight layers that a tensor reaches first, through activations, pooling, dropout, views and modulation."""
     found: list[Node] = []
-    front, seen = list(node.users), set()
+    front, seen = [(node, user) for user in node.users], set()
     while front:
-        user = front.pop()
+        before, user = front.pop()
         if user in seen:
             continue
-        seen.add(user)
         if user.kind is Kind.LAYER:
-            if user.layer is not None:
-                found.append(user)
-        elif user.kind in _TO_LAYERS or (user.kind is Kind.PRODUCT and _self_gate(user)):
-            front += user.users
+            found += [user] if user.layer is not None else []
+        elif user.kind is Kind.PRODUCT or (user.kind is Kind.CONSTANT and len(user.inputs) > 1):
+            if not (_self_gate(user) or (carried(user) is before and _modulated(user))):
+                continue
+        elif user.kind not in _TO_LAYERS:
+            continue
+        seen.add(user)
+        front += [(user, u) for u in user.users] if user.kind is not Kind.LAYER else []
     return sorted(found, key=lambda n: n.index)
+
+
+def _modulated(node: Node) -> bool:
+    """Whether a tensor is scaled or shifted by numbers that come from elsewhere: a conditional norm's gamma, beta."""
+    kept = carried(node)
+    others = [n for n in node.inputs if n is not kept]
+    return kept is not None and all(n.shape != kept.shape and not n.ancestors >> kept.index & 1 for n in others)
 
 
 def reaches_activation(node: Node) -> bool:
@@ -275,7 +290,7 @@ def logits(graph: Graph) -> tuple[list[Logits], list[str]]:
                 front += node.inputs
             elif node.kind is Kind.LAYER and (node.layer or node.made_by) and not read_on:
                 name = node.layer or node.made_by[0]
-                heads.setdefault(name, logits_at(node, name))
+                heads.setdefault(name, logits_at(node, name))  # pyrefly: ignore  # at a layer it is evident
             else:
                 problems.append(f"output {position} {tuple(output.shape)} {_not_logits(node, read_on)}")
     return list(heads.values()), problems
@@ -301,12 +316,35 @@ def _not_logits(node: Node, read_on: bool) -> str:
     return f"comes from {name} ({node.kind.value}), not from a layer"
 
 
-def logits_at(node: Node, name: str) -> Logits:
-    """A head at a node: classes along dimension 1 of a convolution's output, else along the last."""
+def logits_at(node: Node, name: str) -> Logits | None:
+    """A head at a node: classes along dimension 1 of a convolution's output, else along the last.
+
+    A container may turn what its layer made; then they are where the layer's width is, or it cannot be told.
+    """
     layer = walk_back(node, _TO_LOGITS)
+    turned = walk_back(node, _TO_LOGITS, lambda n: n.kind is Kind.VIEW).kind is Kind.VIEW
     convolved = layer.op.startswith("conv") or (layer.kind is not Kind.LAYER and len(node.shape) == 4)
     dim = 1 if convolved else -1
-    return Logits(name, node.shape[dim], dim)
+    width = layer.shape[dim] if layer.kind is Kind.LAYER else node.shape[dim]
+    if turned:
+        places = [d for d, size in enumerate(node.shape) if d and size == width]
+        if len(places) != 1:
+            return None
+        dim = places[0]
+    return Logits(name, width, dim)
+
+
+def reaches_output(node: Node) -> bool:
+    """Whether a tensor, or what is made from it without further layers, is an output."""
+    front, seen = [node], {node}
+    while front:
+        current = front.pop()
+        if current.is_output:
+            return True
+        onward = [u for u in current.users if u.kind is not Kind.LAYER and u not in seen]
+        seen.update(onward)
+        front += onward
+    return False
 
 
 def head_layer(node: Node) -> str | None:

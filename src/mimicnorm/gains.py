@@ -7,7 +7,7 @@ that is not centred, g = 1/rms(phi(z)). Behind a concat the input is a mixture o
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 from mimicnorm.flow import RESHAPED, carried
@@ -17,6 +17,7 @@ from mimicnorm.theory.activations import ActivationStats, activation_stats
 from mimicnorm.theory.errors import TheoryError
 
 _DRIFT_LIMIT = 1.01  # per layer: 1.6 over 50 layers
+_HOMOGENEOUS = ("relu", "leaky_relu", "identity", "abs")  # what follows them is as its input is, but for a factor
 _PASSES_ON = (*RESHAPED, Kind.PRODUCT, Kind.SOFTMAX)
 
 
@@ -65,10 +66,15 @@ def _parts(node: Node, share: float) -> list[tuple[str, ActivationStats, float]]
     return [("identity", activation_stats("identity"), share)]
 
 
-def without_formula(nodes: Iterable[Node], planned: Container[str]) -> str | None:
+def without_formula(nodes: Iterable[Node], planned: Container[str], v: Mapping[Node, float]) -> str | None:
     """The first operation on the way whose effect on the variance the theory does not give, in words.
 
     Max pooling and zero padding count as covered, as in the paper: they move the variance by a bounded factor.
+
+    Args:
+        nodes: The operations.
+        planned: The layers that are given their starting weights.
+        v: The predicted variance of each tensor.
     """
     for node in nodes:
         reason = None
@@ -88,6 +94,8 @@ def without_formula(nodes: Iterable[Node], planned: Container[str]) -> str | Non
                 reason = node.op
             elif known[1].variance_slope > _DRIFT_LIMIT:
                 return f"under {known[0]} the variance drifts with depth"
+            elif known[0] not in _HOMOGENEOUS and abs(v[node.inputs[0]] - 1) > 0.05:
+                reason = f"{node.op} of a variance that is not 1"
         if reason is not None:
             return f"no formula for {reason}{f' in {node.where}' if node.where else ''}"
     return None

@@ -25,6 +25,7 @@ class Node:
         norm: Qualified name of the BatchNorm, if this is its output.
         made_by: Modules that returned this very tensor, the innermost first.
         is_output: Whether the model returns it, which counts as a reader.
+        tapped: Whether somebody may look at it after the pass: a hook, or an attribute that keeps it.
         ancestors: Bit set over node indices, this one included.
     """
 
@@ -42,6 +43,7 @@ class Node:
     norm: str | None = None
     made_by: list[str] = field(default_factory=list)
     is_output: bool = False
+    tapped: bool = False
     users: list[Node] = field(default_factory=list)
     ancestors: int = 0
 

@@ -45,6 +45,9 @@ def initialise(model: nn.Module, steps: Plan, init: str, example: Any) -> None:
             "init=None, materialise the model (to_empty, load_state_dict), then call mimicnorm.init_"
         )
     with torch.no_grad():
+        for m in modules.values():
+            if isinstance(m, LastNorm):
+                m.reset_running_stats()
         for step, m in planned:
             _reset(m, step.scale)
         for n in steps.norms:
@@ -116,7 +119,7 @@ def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
         return run
 
     watched = [modules[name] for name in pending.values() if name in modules] + scalars
-    with _quiet(model), _instead_of_forward(watched, first_use):
+    with _quiet(model, {id(_target(m)) for m in watched}), _instead_of_forward(watched, first_use):
         try:
             model(*args, **kwargs)
         except InitError:
@@ -159,9 +162,14 @@ def _instead_of_forward(modules: Sequence[nn.Module], wrap: Callable) -> Iterato
 
 
 @contextlib.contextmanager
-def _quiet(model: nn.Module) -> Iterator[None]:
-    """Training mode, so that auxiliary heads run, but with every dropout off and all statistics put back."""
-    buffers = [(b, b.detach().clone()) for b in model.buffers()]
+def _quiet(model: nn.Module, calibrated: set[int]) -> Iterator[None]:
+    """Training mode, so that auxiliary heads run, but with every dropout off and all that it writes put back.
+
+    Calibration itself writes to weights and scalars; what else a forward pass may change (statistics, a momentum
+    encoder) is not for it to keep.
+    """
+    written = [*model.buffers(), *(p for p in model.parameters() if id(p) not in calibrated)]
+    values = [(t, t.detach().clone()) for t in written]
     try:
         with untouched(model), _NoDropout():
             model.train()
@@ -173,8 +181,8 @@ def _quiet(model: nn.Module) -> Iterator[None]:
                     m.training = False
             yield
     finally:
-        for b, value in buffers:
-            b.copy_(value)
+        for t, value in values:
+            t.copy_(value)
 
 
 class _NoDropout(TorchFunctionMode):

@@ -19,10 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mimicnorm.example import call_arguments
+from mimicnorm.example import call_arguments, tensors_in
 from mimicnorm.isolate import following, seed, silent, unsynchronised, untouched
 from mimicnorm.ops import FACTORIES
-from mimicnorm.record import storage_of, tensors_in
+from mimicnorm.record import storage_of
 
 # Operations that keep the shape, or choose from it, along a dimension that they are told.
 _ALONG = {
@@ -129,10 +129,12 @@ class _Watch(TorchDispatchMode):
             return any(a is True for a in args) and (x.numel() // x.shape[1]) % self.prime == 0
         if not all_kept:  # what a fused norm returns beside its output: the statistics
             return True
-        if name == "index":
+        if name in ("index", "index_put"):
             return any(i is not None and size % self.prime == 0 for i, size in zip(args[1], x.shape, strict=False))
         if name == "convolution" or "pool" in name:
             return any(size % self.prime == 0 for size in x.shape[2:])
+        if name == "renorm":  # by norms over all dimensions but one
+            return any(size % self.prime == 0 for d, size in enumerate(x.shape) if d != args[2] % x.dim())
         if "scaled_dot_product" in name:
             return args[1].shape[-2] % self.prime == 0
         if name not in _ALONG:

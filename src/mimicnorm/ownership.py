@@ -13,6 +13,12 @@ from mimicnorm.methods import Method
 from mimicnorm.ops import Kind
 from mimicnorm.steps import HeadStep, Plan, Refusal
 
+_MATRIX_PRODUCTS = ("einsum", "matmul", "mm", "bmm", "addmm", "baddbmm", "tensordot", "mv")
+REPLACED = (
+    "its forward was replaced on the instance (a wrapper, a patch), so a change of its class would have no effect",
+    "Take the wrapper off (del module.forward), convert, and put it back",
+)
+
 
 class Ownership:
     """What a network's layers and BatchNorms are to each other; what refuses goes into the plan.
@@ -24,7 +30,7 @@ class Ownership:
     """
 
     def __init__(self, model: nn.Module, method: Method, norms: dict[str, nn.Module], left: set[str], graph: Graph):
-        self.method, self.norms, self.left, self.graph = method, norms, left, graph
+        self.model, self.method, self.norms, self.left, self.graph = model, method, norms, left, graph
         self.modules = dict(model.named_modules())
         self.plan = Plan(method)
         self.gates = flow.gate_layers(graph)
@@ -32,6 +38,7 @@ class Ownership:
         self.owned: dict[str, list[Node]] = {}
         self.reached: dict[str, list[Node]] = {}
         self.roles: dict[str, tuple[Node, str]] = {}
+        self.bare: list[str] = []  # BatchNorms behind a weight that no layer holds
 
     def find(self, head: str | Sequence[str] | None) -> None:
         """Give everything its role."""
@@ -41,6 +48,13 @@ class Ownership:
         self._branch_last_layers()
         if self.method.zeroes:
             self._zero_heads()
+        if self.bare and not self.roles:
+            self.refuse(
+                self.bare[0],
+                f"{type(self.method).__name__} changes layers, and here no BatchNorm follows one: what they read is "
+                "made with weights that no layer holds",
+                "Put the weights into nn.Linear or nn.Conv, or use NoNorm() to take the BatchNorms out only",
+            )
 
     def refuse(self, name: str, reason: str, remedy: str) -> None:
         """Note why this network cannot be converted as asked."""
@@ -68,11 +82,12 @@ class Ownership:
             names = [head] if isinstance(head, str) else list(head) if isinstance(head, (list, tuple, set)) else []
             if not names or not all(isinstance(n, str) for n in names):
                 raise MimicNormError(f"head={head!r}; use the qualified name of a module, or a list of names")
-            found = [h for n in names if (h := self._named_head(n)) is not None]
+            found = [h for n in dict.fromkeys(map(self._first_name, names)) if (h := self._named_head(n)) is not None]
         else:
             found, problems = flow.logits(self.graph)
             if not found and self.method.last_norm:
-                why = "; ".join(problems) or "the output is not a tensor that depends on the input"
+                why = "; ".join((*problems[:3], *["..."][: len(problems) > 3]))
+                why = why or "the output is not a tensor that depends on the input"
                 self.refuse(
                     "",
                     f"no evident head for the last BN: {why}",
@@ -82,8 +97,39 @@ class Ownership:
                 self.plan.notes += [f"no last norm there: {p}" for p in problems]
         self.head_names |= {h.module for h in found}
         if self.method.last_norm:
+            for h in found:
+                self._check_head(h.module, [other.module for other in found])
             kinds = {h.module: type(self.modules[h.module]).__name__ for h in found}
             self.plan.heads = [HeadStep(h.module, kinds[h.module], h.classes, h.dim) for h in found]
+
+    def _first_name(self, name: str) -> str:
+        """A shared module goes by the first of its names."""
+        try:
+            module = self.model.get_submodule(name)
+        except AttributeError:
+            return name
+        return next((n for n, m in self.modules.items() if m is module), name)
+
+    def _check_head(self, name: str, heads: list[str]) -> None:
+        module = self.modules[name]
+        times = sum(n.layer == name or name in n.made_by for n in self.graph.nodes)
+        around = [h for h in heads if h != name and (h == "" or name.startswith(f"{h}."))]
+        if name in self.norms:
+            self.refuse(name, "head= names a BatchNorm, and the last BN would take its place", "Name a layer")
+        elif around:
+            self.refuse(name, f"is inside {around[0] or 'the model'!r}, and both are to be heads", "Name one of them")
+        elif "forward" in module.__dict__:
+            self.refuse(name, *REPLACED)
+        if times > 1:
+            self.plan.notes.append(
+                f"the head {name!r} runs {times} times in a pass: each is normalised by itself in training, and their "
+                "running statistics are shared"
+            )
+        if hasattr(module, "parametrizations"):
+            self.plan.notes.append(
+                f"the weight of the head {name!r} is parametrized, which cannot be undone on a converted head: do it "
+                "before, if ever"
+            )
 
     def _named_head(self, name: str) -> flow.Logits | None:
         if name not in self.modules:
@@ -94,10 +140,20 @@ class Ownership:
             self.refuse(name, "head= names a module that returned no tensor in the example's forward", "Name another")
             return None
         made = next((n for n in nodes if n.layer == name), nodes[0])
+        if not any(map(flow.reaches_output, nodes)) and name not in self.norms:
+            self.refuse(name, "head= names a module whose output goes into further layers", "Name the one behind them")
+            return None
         inside = flow.head_layer(made)  # of a container, the layer in it that makes the logits
         if inside is not None:
             self.head_names.add(inside)
-        return flow.logits_at(made, name)
+        found = flow.logits_at(made, name)
+        if found is None:
+            self.refuse(
+                name,
+                f"head= names a module whose output {tuple(made.shape)} does not show which dimension the classes are",
+                f"Name the layer inside it{f', {inside!r}' if inside else ''}",
+            )
+        return found
 
     # -- owners --------------------------------------------------------------------------------
 
@@ -125,6 +181,18 @@ class Ownership:
                 self.reached[name] = keep
                 for r in keep:
                     self._take(r, "owner")
+                self._note_bare_weight(name, calls[0])
+
+    def _note_bare_weight(self, name: str, call: Node) -> None:
+        """Say where the weight before a BatchNorm is no layer's, so that nothing is done to it."""
+        maker = flow.before_norm(call)
+        bare = maker.kind is Kind.LAYER or (maker.op in _MATRIX_PRODUCTS and len(maker.inputs) == 1)
+        if self.method.weights != "keep" and maker.layer is None and bare:
+            self.bare.append(name)
+            self.plan.notes.append(
+                f"{name}: its input is made by {maker.op} in {maker.where or 'the model itself'} with a weight that no "
+                "layer holds, so that weight is neither changed nor given a start"
+            )
 
     def _take(self, call: Node, role: str) -> None:
         assert call.layer is not None

@@ -7,12 +7,14 @@ BatchNorm; ``convert_`` carries it out.
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
@@ -24,7 +26,7 @@ from mimicnorm.isolate import untouched
 from mimicnorm.layers import Derived, LastNorm, fan_in, group_count
 from mimicnorm.methods import GroupNormWS, Method, as_method
 from mimicnorm.ops import Kind
-from mimicnorm.ownership import Ownership
+from mimicnorm.ownership import REPLACED, Ownership
 from mimicnorm.record import is_batch_norm, record
 from mimicnorm.steps import OWN_INIT, LayerStep, NormStep, Plan, count
 
@@ -80,9 +82,15 @@ def plan(
 
 def _accepts(where: Where, module: nn.Module, name: str) -> bool:
     try:
-        return bool(where(module, name))
+        inspect.signature(where).bind(module, name)
     except TypeError as error:
         raise MimicNormError(f"where must take (module, qualified_name): {error}") from error
+    except ValueError:  # a builtin without a signature
+        pass
+    try:
+        return bool(where(module, name))
+    except Exception as error:
+        raise MimicNormError(f"where= raised on {name!r}: {type(error).__name__}: {error}") from error
 
 
 def _check_arguments(model: Any, init: Any, where: Any) -> None:
@@ -142,7 +150,9 @@ class _Planner(Ownership):
         branches = self._branches()
         ends = {end for branch in branches for end in branch.ends}
         method = self.method
-        variance = residual.variance(self.graph, ends, method.branch_variance, self._resets, gates=method.gains)
+        self.v = variance = residual.variance(
+            self.graph, ends, method.branch_variance, self._resets, gates=method.gains
+        )
         layers = self._layer_steps(branches, ends, variance)
         self._norm_steps(ends, variance, layers)
         self.plan.layers = list(layers.values())
@@ -274,10 +284,13 @@ class _Planner(Ownership):
                 "its weight is used by a function outside its own forward, which would not be changed",
                 "Call the module itself, or leave its BatchNorm with where=",
             )
+        if changes and "forward" in module.__dict__:
+            return REPLACED
         if reweights and not self.probes[name].centres:
             version = "weight-mean" if action == "centre" else "standardised"
+            whose = "hooks" if module._forward_pre_hooks else "a forward"
             return (
-                f"{type(module).__name__} has a forward of its own, and its {version} version gives another output",
+                f"{type(module).__name__} has {whose} of its own, and its {version} version gives another output",
                 "Leave its BatchNorm with where=, or use a plain layer",
             )
         return None
@@ -299,7 +312,10 @@ class _Planner(Ownership):
                 continue
             shape = self.graph.norm_inputs.get(name, calls[0].shape if calls else None)
             probed = probe.norm(module, shape)
-            if probed is None:
+            if "forward" in module.__dict__:
+                self.refuse(name, *REPLACED)
+                continue
+            if probed is None or self._does_more(name):
                 self.refuse(
                     name,
                     f"{kind} does more than normalise and run its children, so nothing can stand for it",
@@ -311,7 +327,7 @@ class _Planner(Ownership):
                 groups = self._groups(module, shape, probed.channel_dim)
                 becomes = "shift" if groups is None else "group"
                 self.plan.notes.append(
-                    f"{name} never ran on the example: it becomes a {becomes}, its layer is not converted"
+                    f"{name} never ran on the example: it becomes a {becomes}, and nothing is done to its layer for it"
                 )
                 why = "never called on the example"
                 self.plan.norms.append(NormStep(name, kind, "unused", becomes, why=why, groups=groups, **rest))
@@ -362,9 +378,9 @@ class _Planner(Ownership):
         owner, (_, owners) = self.owned[name][0], self._role(name)
         layer = layers[owners[0]]
         # Layer and BatchNorm meet in every call of either, and in nothing else: they may be used as one.
-        read_once = all(flow.read_once(o) for o in self.owned[name])
+        read_once = all(flow.read_once(o) and not o.tapped for o in self.owned[name])
         paired = len(owners) == 1 and self.uses[layer.name] == len(calls) == len(set(self.owned[name]))
-        alone = paired and read_once and self._inside(layer.name)
+        alone = paired and read_once and self._inside(layer.name) and not self._may_follow(name)
         why = ""
         factor = self.method.branch_factor
         direct = all(c.inputs[0] is o for c, o in zip(calls, self.owned[name], strict=True))
@@ -389,6 +405,17 @@ class _Planner(Ownership):
         reason = reason if read_once else "its layer's output is read more than once"
         return NormStep(name, kind, "post", "shift", owners, v=v, why=why or reason)
 
+    def _may_follow(self, name: str) -> bool:
+        """Whether a BatchNorm that did not run (another domain's, another exit's) may share the layer of this one."""
+        unseen = (m for n, m in self.norms.items() if n not in self.left and not self.uses[n])
+        return any(probe.channels(m) == probe.channels(self.norms[name]) for m in unseen)
+
+    def _does_more(self, name: str) -> bool:
+        """Whether a BatchNorm was seen to do more in training than its probe in evaluation mode shows."""
+        silent = (Kind.NORM, Kind.VIEW, Kind.PAD, Kind.CONCAT)
+        inside = (n for n in self.graph.nodes if n.where == name and n.kind not in silent)
+        return isinstance(self.norms[name], _BatchNorm) and any(n.users or n.is_output for n in inside)
+
     def _takes_beta(self, name: str, layer: str, call: Node) -> bool:
         """Whether a BatchNorm's beta can become (or join) the bias of the layer directly before it."""
         beta, module = getattr(self.norms[name], "bias", None), self.modules[layer]
@@ -398,7 +425,8 @@ class _Planner(Ownership):
             return False
         if own is None:
             return self.probes[layer].takes_bias
-        return own.requires_grad == beta.requires_grad  # else one would be frozen, or trained, by the other
+        shared = sum(p is own for m in self.modules.values() for p in m._parameters.values()) > 1
+        return own.requires_grad == beta.requires_grad and not shared  # else one would be frozen or trained by another
 
     def _pre_step(self, name, kind, calls, v, scale, layers) -> NormStep:
         del calls, layers
@@ -429,11 +457,17 @@ class _Planner(Ownership):
             behind = 0
             for call, _ in self.roles.values():
                 behind |= call.ancestors
-            why = without_formula((n for n in self.graph.nodes if behind >> n.index & 1), self.roles)
+            why = without_formula((n for n in self.graph.nodes if behind >> n.index & 1), self.roles, self.v)
             self.plan.init = "calibrate" if why else "theory"
             self.plan.init_why = why or "every operation on the way has a formula"
         else:
             self.plan.init, self.plan.init_why = init, "asked for"
+        frozen = [n for n in self.roles if not any(p.requires_grad for p in self.modules[n].parameters())]
+        if self.plan.init is not None and frozen and len(frozen) < len(self.roles):
+            self.plan.notes.append(
+                f"{count(len(frozen), 'frozen layer')} ({_few(frozen)}) will get new starting weights, too: copies and "
+                "teachers must be loaded or copied anew"
+            )
         if self.plan.init == "calibrate" and self.plan.gates:
             layers = count(len(self.plan.gates), "layer")
             self.plan.notes.append(
@@ -442,11 +476,11 @@ class _Planner(Ownership):
 
 
 def looks_trained(norm: nn.Module) -> bool:
-    """Whether a BatchNorm has seen data: running statistics other than 0 and 1."""
-    mean, var = getattr(norm, "running_mean", None), getattr(norm, "running_var", None)
-    if not isinstance(mean, Tensor) or not isinstance(var, Tensor) or mean.is_meta or var.is_meta:
-        return False
-    return bool((mean != 0).any() or (var != 1).any())
+    """Whether a BatchNorm has seen data: running statistics other than 0 and 1; without any, betas that differ."""
+    mean, var, beta = (getattr(norm, name, None) for name in ("running_mean", "running_var", "bias"))
+    if isinstance(mean, Tensor) and isinstance(var, Tensor):
+        return not mean.is_meta and not var.is_meta and bool((mean != 0).any() or (var != 1).any())
+    return isinstance(beta, Tensor) and not beta.is_meta and bool((beta != beta.flatten()[0]).any())
 
 
 def _few(names: list[str]) -> str:

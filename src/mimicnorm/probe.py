@@ -98,12 +98,12 @@ class LayerProbe:
 
 
 def layer(module: nn.Module, input_shape: torch.Size) -> LayerProbe:
-    """Probe a weight layer; PyTorch's own forwards are known to comply."""
-    if not has_own_forward(type(module)):
+    """Probe a weight layer; PyTorch's own forwards are known to comply, unless a hook may write into the weight."""
+    if not has_own_forward(type(module)) and not module._forward_pre_hooks:
         return LayerProbe(True, True, True)
-    twin = _on_cpu(module).eval()
     x = torch.randn((1, *input_shape[1:]), generator=_generator(), device="cpu", dtype=torch.float32)
     try:
+        twin = _on_cpu(module).eval()
         with torch.no_grad():
             return _layer(twin, x)
     except Exception:  # a foreign forward that does not run alone is not understood

@@ -7,7 +7,7 @@ seen happening. The model is left bit for bit as it was.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import inspect
 import re
 import sys
 from typing import Any
@@ -28,7 +28,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mimicnorm.errors import ExampleError
-from mimicnorm.example import call_arguments, describe
+from mimicnorm.example import call_arguments, describe, is_shape, tensors_in
 from mimicnorm.graph import Graph, Node
 from mimicnorm.isolate import following, seed, silent, unsynchronised, untouched
 from mimicnorm.layers import LINEAR_CALLS, WEIGHT_LAYERS, LastNorm, autocast_dtype
@@ -101,9 +101,8 @@ def _record(model: nn.Module, example: Any, fake: bool, number: int, training: b
     state = {name: substitute(t) for name, t in tensors.items()}
     args, kwargs = pytree.tree_map_only(Tensor, substitute, (args, kwargs))
     recorder = _Recorder(model, state, fake)
-    for leaf in pytree.tree_leaves((args, kwargs)):
-        if isinstance(leaf, Tensor):
-            recorder.add(leaf, "input", Kind.INPUT, ())
+    for tensor in tensors_in((args, kwargs)):
+        recorder.add(tensor, "input", Kind.INPUT, ())
     with untouched(model), unsynchronised(), silent(), torch.no_grad():
         model.train(training)
         seed(number)
@@ -118,18 +117,27 @@ def _record(model: nn.Module, example: Any, fake: bool, number: int, training: b
                 if fake and re.search("numpy|subclass|fake ?tensor", str(error), re.IGNORECASE):
                     raise UnsupportedFakeTensorException(str(error)) from error  # .numpy() and its kind
                 where = recorder.stack[-1] if recorder.stack else ""
+                inside = f" inside {where!r}" if where else ""
                 raise ExampleError(
-                    f"the model's forward raised on the example ({describe(args, kwargs)})"
-                    f"{f' inside {where!r}' if where else ''}: {type(error).__name__}: {_first_line(error)}. "
-                    f"{_advice(error, example)}"
+                    f"the model's forward raised on the example ({describe(args, kwargs)}){inside}: "
+                    f"{type(error).__name__}: {_first_line(error)}. {_advice(model, error, example)}",
+                    where,
                 ) from error
+            recorder.note_taps(model)
     return recorder.finish(output)
 
 
-def _advice(error: Exception, example: Any) -> str:
-    if isinstance(error, TypeError) and isinstance(example, (dict, list)):
-        taken = "keyword" if isinstance(example, dict) else "positional"
-        return f"A {type(example).__name__} is taken as {taken} arguments: write (example,) to pass it as one."
+def _advice(model: nn.Module, error: Exception, example: Any) -> str:
+    if isinstance(error, TypeError) and isinstance(example, dict):
+        return "A dict is taken as keyword arguments: write (example,) to pass it as one."
+    if isinstance(error, TypeError) and isinstance(example, list) and not is_shape(example):
+        return "A list is taken as positional arguments: write (example,) to pass it as one."
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = next((p.name for p in parameters if p.kind is p.KEYWORD_ONLY), None)
+    if isinstance(error, TypeError) and named is not None:
+        return f"Arguments by name go in a dict: example={{{named!r}: tensor}}."
+    if is_shape(example):
+        return "A shape stands for one float tensor of noise: give the tensors themselves if the model takes others."
     return "Give an example the model runs on."
 
 
@@ -213,8 +221,11 @@ class _Recorder(TorchFunctionMode):
             return result
         kind = kind_of(name, len(inputs))
         extra = self.layer_call(func, args, kwargs) if kind is Kind.LAYER else {}
-        if kind is Kind.ACTIVATION:
+        if kind in (Kind.ACTIVATION, Kind.SUM):
             extra = {"settings": _settings(args, kwargs)}
+        if kind is Kind.SUM and len(whole := [n for n in inputs if n.shape == outputs[0].shape]) == 1:
+            # One number for many positions shifts them (FiLM, a conditional BatchNorm's beta): no branch meets a skip.
+            kind, inputs = Kind.CONSTANT, (*whole, *(n for n in inputs if n is not whole[0]))
         if name == "setitem" and mutated:
             written = self.node(args[2])
             old = self.node(args[0])
@@ -359,6 +370,13 @@ class _Recorder(TorchFunctionMode):
                 self.add(t, type(module).__name__, Kind.OPAQUE, inputs)  # made where no function is seen
         if len(outputs) == 1 and (node := self.node(outputs[0])) is not None:
             node.made_by.append(name)
+            node.tapped |= bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+
+    def note_taps(self, model: nn.Module) -> None:
+        """Tensors that a module keeps as attributes may be read after the pass."""
+        for t in (t for m in model.modules() for v in m.__dict__.values() for t in pytree.tree_leaves(v)):
+            if id(t) in self.known:
+                self.known[id(t)][1].tapped = True
 
     def close_frozen(self, result: Tensor) -> None:
         name, x, since = self.frozen.pop()
@@ -383,19 +401,6 @@ class _Recorder(TorchFunctionMode):
                 alive.update(node.inputs)
         for node in self.graph.nodes:
             node.users = [u for u in node.users if u in alive]
-
-
-def tensors_in(values: Any) -> list[Tensor]:
-    """Depth first through containers, dataclasses and objects with tensor attributes."""
-    flat: list[Tensor] = []
-    for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, Tensor):
-            flat.append(leaf)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            flat += tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
-        elif hasattr(leaf, "__dict__"):
-            flat += [t for t in pytree.tree_leaves(dict(vars(leaf))) if isinstance(t, Tensor)]
-    return flat
 
 
 class _Taint(TorchDispatchMode):

@@ -83,7 +83,10 @@ def variance(
         if not before or node.kind is Kind.OTHER_NORM:
             v[node] = 1.0
         elif (summands := flow.summands(node)) is not None:
-            v[node] = sum(v[n] for n in summands) / (len(summands) ** 2 if node.op == "mean" else 1)
+            alpha = node.settings.get("alpha", 1.0)  # torch.add(a, b, alpha=...)
+            powers = (1.0, *[float(alpha) ** 2] * (len(summands) - 1))
+            v[node] = sum(p * v[n] for p, n in zip(powers, summands, strict=True))
+            v[node] /= len(summands) ** 2 if node.op == "mean" else 1
         elif node.kind is Kind.CONCAT:
             sizes = [n.shape.numel() for n in node.inputs]
             v[node] = sum(a * s for a, s in zip(before, sizes, strict=True)) / sum(sizes)

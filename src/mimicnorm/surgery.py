@@ -116,7 +116,7 @@ def _carry_out(model: nn.Module, planned: Plan, example: Any, where: Where | Non
     report = Report(**planned.__dict__)
     if not report.method.removes_norm:
         return report
-    with _all_or_nothing(model, report):
+    with _all_or_nothing(model):
         _operate(model, report)
         model._mimicnorm = planned  # pyrefly: ignore  # for check and init_; not in the state dict
         suspects = _still_runs(model, report, example)
@@ -137,13 +137,14 @@ def init_(model: nn.Module, init: str = "theory", *, example: Any = None) -> Non
         init: "theory", or "calibrate" (needs ``example``).
         example: As for ``convert_``; real data is best.
     """
-    for prefix, root in _conversions(model):
-        done: Plan = root._mimicnorm  # pyrefly: ignore
-        if done.method.own_init and init == "calibrate":
-            raise InitError(f'{type(done.method).__name__} {OWN_INIT}: use init="theory"')
-        if prefix and init == "calibrate":
-            raise CheckError(f"calibrate runs the converted network itself: call init_ on {prefix!r}")
-        initialise(root, done, init, example)
+    with _all_or_nothing(model):
+        for prefix, root in _conversions(model):
+            done: Plan = root._mimicnorm  # pyrefly: ignore
+            if done.method.own_init and init == "calibrate":
+                raise InitError(f'{type(done.method).__name__} {OWN_INIT}: use init="theory"')
+            if prefix and init == "calibrate":
+                raise CheckError(f"calibrate runs the converted network itself: call init_ on {prefix.rstrip('.')!r}")
+            initialise(root, done, init, example)
 
 
 def check(model: nn.Module) -> None:
@@ -176,6 +177,8 @@ def check(model: nn.Module) -> None:
 
 
 def _conversions(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    if not isinstance(model, nn.Module):
+        raise MimicNormError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     found = [(f"{n}." if n else "", m) for n, m in model.named_modules() if "_mimicnorm" in m.__dict__]
     if not found:
         raise CheckError(f"{type(model).__name__} was not converted by mimicnorm")
@@ -197,10 +200,11 @@ def _still_runs(model: nn.Module, report: Report, example: Any) -> dict[str, str
         with _without_last_norms(model):
             record(model, example)
     except MimicNormError as error:
-        cause = error.__cause__ or error
+        cause, where = error.__cause__ or error, getattr(error, "where", "")
         raise RefusedError(
-            f"without its BatchNorms the network does not run any more ({type(cause).__name__}: {cause}), so it was "
-            "put back as it was. Leave the BatchNorms that its code reads with where="
+            f"without its BatchNorms the network does not run any more ({f'in {where!r}: ' if where else ''}"
+            f"{type(cause).__name__}: {cause}), so it was put back as it was. Leave the BatchNorms that its code reads "
+            "with where="
         ) from error
     return {"": ""}
 
@@ -376,16 +380,18 @@ def become(module: nn.Module, other: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _all_or_nothing(model: nn.Module, report: Report) -> Iterator[None]:
-    """Put classes, attributes, registries and the values that may be written back if anything raises."""
-    restore, named = snapshot(model), dict(model.named_modules())
-    changed = [*(s.name for s in (*report.layers, *report.norms)), *report.gates]
-    written = {id(p): p for name in changed for p in named[name].parameters(recurse=False)}
-    values = [(p, p.detach().clone()) for p in written.values()]
+def _all_or_nothing(model: nn.Module) -> Iterator[None]:
+    """Put classes, attributes, registries, values and the random state back if anything raises."""
+    if not isinstance(model, nn.Module):
+        raise MimicNormError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    restore, values = snapshot(model), [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
+    random, on_cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     try:
         yield
     except BaseException:
         restore()
-        for p, value in values:
-            p.data.copy_(value)
+        for t, value in values:
+            t.data.copy_(value)
+        torch.set_rng_state(random)
+        torch.cuda.set_rng_state_all(on_cuda) if on_cuda else None
         raise
