@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import pytest
@@ -24,3 +25,11 @@ def test_a_page_has_what_the_results_say(page):
 def test_every_block_is_on_a_page():
     text = "".join((ROOT / page).read_text() for page in pages.PAGES)
     assert all(f"<!-- results: {name} -->" in text for name in pages.MAKERS)
+
+
+def test_the_map_names_every_file():
+    page = (ROOT / "docs/architecture.md").read_text()
+    source = ROOT / "src/mimicnorm"
+    files = {str(f.relative_to(source).with_suffix("")) for f in source.rglob("*.py") if not f.stem.startswith("__")}
+    words = set(re.findall(r"\w+", page))
+    assert not {name for name in files if not set(name.split("/")) <= words}
