@@ -7,9 +7,9 @@ Resumable: finished models are kept in ``results/coverage.jsonl`` and skipped; t
 (no batch-dependent module left but LastNorm; a training step gives a finite gradient to every parameter that had
 one; the share of owners that are centred), or refused by name. What would not fit into ``--memory`` takes its
 training step in micro-batches of one sample; if that would not fit either, on fake tensors: that every gradient exists
-is shown there, that it is finite is not. ``--retry`` with more memory examines those again. ``--again`` only plans: does
-the code as it is now decide for every model what it decided when the model was examined? Those for which it does not are
-to be examined anew.
+is shown there, that it is finite is not. ``--retry`` with more memory examines those again. ``--again`` only plans:
+does the code as it is now decide for every model what it decided when the model was examined? Those for which it does
+not are to be examined anew.
 """
 
 from __future__ import annotations

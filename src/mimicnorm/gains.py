@@ -17,7 +17,7 @@ from mimicnorm.theory.activations import ActivationStats, activation_stats
 from mimicnorm.theory.errors import TheoryError
 
 _DRIFT_LIMIT = 1.01  # per layer: 1.6 over 50 layers
-_HOMOGENEOUS = ("relu", "leaky_relu", "identity", "abs")  # what follows them is as its input is, but for a factor
+_BEND_LIMIT = 0.1  # relative error of the variance behind an activation that is not homogeneous, to first order
 _PASSES_ON = (*RESHAPED, Kind.PRODUCT, Kind.SOFTMAX)
 
 
@@ -94,7 +94,7 @@ def without_formula(nodes: Iterable[Node], planned: Container[str], v: Mapping[N
                 reason = node.op
             elif known[1].variance_slope > _DRIFT_LIMIT:
                 return f"under {known[0]} the variance drifts with depth"
-            elif known[0] not in _HOMOGENEOUS and abs(v[node.inputs[0]] - 1) > 0.05:
+            elif abs(math.log(v[node.inputs[0]]) * (known[1].variance_slope - 1)) > _BEND_LIMIT:
                 reason = f"{node.op} of a variance that is not 1"
         if reason is not None:
             return f"no formula for {reason}{f' in {node.where}' if node.where else ''}"
