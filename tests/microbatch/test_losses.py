@@ -95,6 +95,21 @@ WEIGHT = torch.linspace(0.5, 2, 5, dtype=torch.float64)
         (nn.ModuleList([nn.NLLLoss(WEIGHT)]), 0, "class weights"),
         (nn.CrossEntropyLoss(reduction="sum"), 0, 'reduction="sum"'),
         (nn.MSELoss(reduction="sum"), 0, 'reduction="sum"'),
+        (nn.MSELoss(reduction="none"), 0, 'reduction="none"'),
+        (functools.partial(F.mse_loss, reduction="sum"), 0, 'reduction="sum"'),
+        (functools.partial(functools.partial(F.mse_loss, reduction="mean"), reduction="sum"), 0, 'reduction="sum"'),
+        (functools.partial(F.mse_loss, size_average=False), 0, 'reduction="sum"'),
+        (functools.partial(F.l1_loss, reduction="none"), 0, 'reduction="none"'),
+        (functools.partial(F.binary_cross_entropy_with_logits, reduction="sum"), 0, 'reduction="sum"'),
+        (functools.partial(F.kl_div, reduction="sum"), 0, 'reduction="sum"'),
+        (functools.partial(lambda out, t, reduction: 0, reduction="sum"), 0, 'reduction="sum"'),
+        (torch.compile(functools.partial(F.mse_loss, reduction="sum")), 0, 'reduction="sum"'),
+        (torch.compile(nn.MSELoss(reduction="none")), 0, 'reduction="none"'),
+        (functools.partial(nn.CrossEntropyLoss(WEIGHT)), 0, "class weights"),
+        (nn.CrossEntropyLoss(WEIGHT).forward, 0, "class weights"),
+        (functools.partial(nn.CrossEntropyLoss(WEIGHT).__call__), 0, "class weights"),
+        (functools.partial(functools.partial(F.nll_loss), weight=WEIGHT), 0, "class weights"),
+        (functools.partial(F.cross_entropy, ignore_index=-100), 3, "ignore"),
         (nn.CrossEntropyLoss(), 3, "ignore"),
         (F.cross_entropy, 3, "ignore"),
         (functools.partial(F.cross_entropy, weight=WEIGHT, label_smoothing=0.1), 0, "class weights"),
@@ -107,6 +122,47 @@ def test_what_is_no_mean_is_refused_in_one_pass(loss_fn, ignored, word):
         with pytest.raises(MicroBatchError, match=f"{word}.*denominator="):
             backward(net, loss_fn, x, y, micro_batch=3)
         assert all(p.grad is None for p in net.parameters())
+
+
+class OwnMean(nn.MSELoss):
+    """Averages by itself what torch leaves apart."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input, target).mean()
+
+
+@pytest.mark.parametrize(
+    "loss_fn",
+    [
+        functools.partial(F.mse_loss, reduction="mean"),
+        functools.partial(F.kl_div, reduction="batchmean"),
+        functools.partial(functools.partial(F.mse_loss, reduction="sum"), reduction="mean"),
+        nn.HuberLoss().forward,
+        OwnMean(reduction="none"),
+        functools.partial(lambda out, t, ignore_index: F.l1_loss(out, t), ignore_index=0),
+    ],
+)
+def test_means_by_any_way_of_giving_them_are_exact_in_one_pass(loss_fn):
+    net = converted(Classifier(), last_norm=False)
+    x, soft = batch(13)[0], torch.softmax(torch.randn(13, 5, dtype=torch.float64), 1)
+    whole, _ = full_batch(net, loss_fn, x, soft)
+    backward(net, loss_fn, x, soft, micro_batch=4)
+    assert relative_error(net, whole) <= EXACT
+
+
+def test_a_method_of_the_user_s_is_a_function_of_the_user_s():
+    class Trained(Classifier):
+        other = nn.CrossEntropyLoss(WEIGHT)
+
+        def loss(self, out: Tensor, targets: Tensor) -> Tensor:
+            return F.cross_entropy(out, targets)
+
+    net = converted(Classifier())
+    net.__class__ = Trained
+    x, y = batch()
+    whole, _ = full_batch(net, net.loss, x, y)
+    backward(net, net.loss, x, y, micro_batch=5, loss_in_pieces=True)
+    assert relative_error(net, whole) <= EXACT
 
 
 def test_class_weights_of_soft_targets_are_a_mean():
@@ -132,12 +188,21 @@ def test_a_loss_without_a_graph():
         backward(converted(Classifier()), F.cross_entropy, x, y, micro_batch=3)
 
 
-@pytest.mark.parametrize("wrap", [functools.partial, lambda loss: lambda out, t: loss(out, t)])
-def test_a_last_norm_hidden_in_a_function(wrap):
+@pytest.mark.parametrize("wrap", [functools.partial, lambda loss: loss.forward])
+def test_a_last_norm_inside_a_partial_sees_the_whole_batch(wrap):
+    net, loss_fn = converted(Classifier(), last_norm=False), LastNormCrossEntropy(5).double()
+    x, y = batch()
+    whole, _ = full_batch(net, copy.deepcopy(loss_fn), x, y)
+    backward(net, wrap(loss_fn), x, y, micro_batch=5)
+    assert relative_error(net, whole) <= EXACT
+    assert loss_fn.last_norm.num_batches_tracked == 1
+
+
+def test_a_last_norm_hidden_in_a_function():
     net, loss_fn = converted(Classifier(), last_norm=False), LastNormCrossEntropy(5).double()
     x, y = batch(8)
     with pytest.raises(MicroBatchError, match="the module itself"):
-        backward(net, wrap(loss_fn), x, y, micro_batch=3)
+        backward(net, lambda out, t: loss_fn(out, t), x, y, micro_batch=3)
     assert all(p.grad is None for p in net.parameters())
     assert loss_fn.last_norm.num_batches_tracked == 0
     loss_fn(net(x), y).backward()  # outside, it works as before
