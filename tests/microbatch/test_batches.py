@@ -97,12 +97,64 @@ def test_numpy_arrays_are_cut_and_joined():
         split(x, y[:4], 2)
 
 
-@pytest.mark.parametrize("values", [[0, 1, 2, 3, 4], ("a",) * 5])
+@pytest.mark.parametrize(
+    "values", [[0, 1, 2, 3, 4], ("a",) * 5, [torch.tensor(i) for i in range(5)], [*np.arange(5)], [np.array(1.0)] * 5]
+)
 def test_lists_of_one_value_per_sample(values):
     with pytest.raises(MicroBatchError, match="tensor or a NumPy array"):
         split(torch.zeros(5, 2), {"y": values}, 2)
     with pytest.raises(MicroBatchError, match="tensor or a NumPy array"):
         split((torch.zeros(5, 2), values), None, 2)
+
+
+BOXES = [{"boxes": torch.zeros(n, 4), "labels": torch.zeros(n)} for n in (1, 3, 5, 5, 2)]
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        [(0, 1)] * 5,
+        tuple([i, torch.tensor(i)] for i in range(5)),
+        BOXES,
+        tuple(BOXES),
+        BOXES[2:3] * 5,  # five boxes in each of five: they do not count the samples
+        [tuple(b.values()) for b in BOXES],
+        [b["boxes"] for b in BOXES],
+        [object()] * 5,
+    ],
+)
+def test_lists_of_one_item_per_sample(items):
+    x = torch.zeros(5, 2)
+    with pytest.raises(MicroBatchError, match=r"list of 5 items \(.*torch.arange\(5\), and look the items up"):
+        split(x, {"y": items}, 2)
+    with pytest.raises(MicroBatchError, match=r"list of 5 items \(.*let a loader yield the micro-batches|not clear"):
+        split((x, items), None, 2)
+    with pytest.raises(MicroBatchError, match=r"list of 5 items \(.*look the items up"):
+        together(collect([(x, items)]))
+
+
+def test_lists_that_belong_to_all_samples():
+    y = torch.arange(2)
+    pieces = split({"x": torch.zeros(2, 2), "cache": [None, None]}, ([y, y], (y, 0.3), [0.1, 0.2, 0.7]), 1)
+    assert [p.targets[0][1].tolist() for p in pieces] == [[0], [1]]
+    assert pieces[0].kwargs["cache"] == [None, None]
+    assert pieces[0].targets[2] == [0.1, 0.2, 0.7]
+
+
+@pytest.mark.parametrize("looked_up", [False, True])
+def test_items_of_any_kind_for_each_sample_have_their_ways(looked_up):
+    def loss_fn(out: torch.Tensor, items: list) -> torch.Tensor:
+        return torch.stack([(o * i["scale"].sum()).sum() for o, i in zip(out, items, strict=True)]).mean()
+
+    net, x = torch.nn.Linear(3, 2), torch.randn(5, 3)
+    items = [{"scale": torch.rand(n)} for n in (1, 3, 2, 2, 4)]
+    loss_fn(net(x), items).backward()
+    expected, net.weight.grad = net.weight.grad, None
+    if looked_up:
+        backward(net, lambda out, i: loss_fn(out, [items[j] for j in i]), x, torch.arange(5), micro_batch=2)
+    else:
+        backward(net, loss_fn, [(x[:2], items[:2]), (x[2:4], items[2:4]), (x[4:], items[4:])])
+    torch.testing.assert_close(net.weight.grad, expected)
 
 
 def test_targets_beside_a_loader():

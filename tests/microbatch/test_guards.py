@@ -226,8 +226,82 @@ def test_a_shared_head_inside_a_checkpoint():
 def test_a_whole_batch_of_one_sample():
     net = converted(Classifier())
     x, y = batch(1)
-    with pytest.raises(MicroBatchError, match="single value per class"):
-        backward(net, F.cross_entropy, x, y, micro_batch=1)
+    losses = {"loss_fn": F.cross_entropy}, {"loss_fn": F.cross_entropy, "loss_in_pieces": True}
+    for case in (
+        *losses,
+        {"loss_fn": LastNormCrossEntropy(5).double(), "model": converted(Classifier(), last_norm=False)},
+    ):
+        with pytest.raises(MicroBatchError, match=r"single value per class.*two samples or more") as caught:
+            backward(**{"model": net, "inputs": x, "targets": y, "micro_batch": 1} | case)
+        assert "give it whole to" not in str(caught.value)
+    with pytest.raises(MicroBatchError, match=r"single value per class.*give it whole to mimicnorm.microbatch"):
+        net(x)
+
+
+class WithAux(Classifier):
+    """The logits, and beside them what ``aux`` makes of them."""
+
+    def forward(self, x: Tensor) -> tuple:
+        out = super().forward(x)
+        return out, *self.aux(out)
+
+
+@pytest.mark.parametrize(
+    ("aux", "words"),
+    [
+        (lambda out: [out.mean()], ["output 1 of the model has shape ()", "micro-batch 0"]),
+        (lambda out: [out[:2]], ["output 1 of the model has shape (2, 5)", "micro-batch 0"]),
+    ],
+)
+@pytest.mark.parametrize("how", [{"last_norm": False}, {"loss_in_pieces": True}])
+def test_outputs_that_cannot_be_returned_whole(aux, words, how):
+    net = converted(Classifier(), last_norm=how.get("last_norm", True))
+    net.__class__, net.aux = WithAux, aux
+    pieces = {"loss_in_pieces": how.get("loss_in_pieces", False)}
+
+    def loss_fn(out: tuple, targets: Tensor) -> Tensor:
+        return F.cross_entropy(out[0], targets)
+
+    fails(net, *words, loss_fn=loss_fn, return_outputs=True, **pieces)
+    x, y = batch(8)
+    backward(net, loss_fn, x, y, micro_batch=3, **pieces)  # not asked for, they are nobody's business
+
+
+@pytest.mark.parametrize(
+    ("aux", "message"),
+    [
+        (lambda out: [out] * (len(out) - 1), "returned 2 outputs for micro-batch 2 .* 3 for the first"),
+        (lambda out: [out[:, : len(out)]], r"different shape in some micro-batches \(\(3,\) and \(2,\) per sample"),
+        (lambda out: [out if len(out) == 3 else None], "a Tensor in the first micro-batch and a NoneType in"),
+    ],
+)
+def test_outputs_that_differ_between_micro_batches(aux, message):
+    x, y = batch(8)
+    for last_norm, added in ((True, ""), (False, ".*have been added: clear them")):
+        net = converted(Classifier(), last_norm=last_norm)
+        net.__class__, net.aux = WithAux, aux
+        with pytest.raises(MicroBatchError, match=f"{message}{added}"):
+            backward(net, lambda out, t: F.cross_entropy(out[0], t), x, y, micro_batch=3, return_outputs=True)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [(lambda t: t.square(), MicroBatchError), (lambda t: torch.zeros(()), MicroBatchError), (lambda t: 1 / 0, OSError)],
+)
+def test_a_fault_behind_the_first_micro_batch_tells_of_the_gradients_before(fault, error):
+    def loss_fn(out: Tensor, targets: Tensor) -> Tensor:
+        if len(out) == 3:
+            return F.cross_entropy(out, targets)
+        if error is OSError:
+            raise OSError("gone")
+        return fault(out)
+
+    x, y = batch(8)
+    net = converted(Classifier(), last_norm=False)
+    with pytest.raises(error) as caught:
+        backward(net, loss_fn, x, y, micro_batch=3)
+    told = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "The gradients of the micro-batches before it have been added: clear them" in told
 
 
 def test_data_parallel_is_refused():
@@ -239,10 +313,10 @@ def test_losses_that_are_not_one_number():
     x, y = batch(8)
     with pytest.raises(MicroBatchError, match=r"loss_fn must return one number.*\(8,\)"):
         backward(net, nn.CrossEntropyLoss(reduction="none"), x, y, micro_batch=3)
-    for nothing in (0, torch.zeros(()), lambda t: 0.0, float("nan")):
+    for nothing in (0, torch.zeros(()), lambda t: 0.0, float("nan"), float("inf"), -1, torch.tensor(float("inf"))):
         with pytest.raises(MicroBatchError, match="denominator="):
             backward(net, nn.CrossEntropyLoss(reduction="sum"), x, y, micro_batch=3, denominator=nothing)
-    for wrong in ("thirteen", lambda t: t.double()):
+    for wrong in ("thirteen", "3", b"3", lambda t: t.double(), lambda t: None, True, 1j, torch.tensor(True)):
         with pytest.raises(MicroBatchError, match="denominator: give a number"):
             backward(net, nn.CrossEntropyLoss(reduction="sum"), x, y, micro_batch=3, denominator=wrong)
 

@@ -47,6 +47,23 @@ def refused(why: str) -> Iterator[None]:
         _refusal.reset(token)
 
 
+_advice: ContextVar[str] = ContextVar(
+    "advice",
+    default="Train with a larger batch; if that does not fit into memory, give it whole to "
+    "mimicnorm.microbatch.backward(..., micro_batch=1)",
+)
+
+
+@contextlib.contextmanager
+def advising(what: str) -> Iterator[None]:
+    """Give other advice inside where a LastNorm gets a single value per class."""
+    token = _advice.set(what)
+    try:
+        yield
+    finally:
+        _advice.reset(token)
+
+
 class LastNorm(_BatchNorm):
     """Normalise each class's logits over the batch; no affine parameters (Section "Last BN Layer").
 
@@ -114,8 +131,7 @@ class LastNorm(_BatchNorm):
         if values < 2:
             raise MicroBatchError(
                 f"LastNorm got a single value per class (logits of shape {tuple(shape)}) in "
-                "training mode, so there is no variance to divide by. Train with a larger batch; if that does "
-                "not fit into memory, give it whole to mimicnorm.microbatch.backward(..., micro_batch=1)."
+                f"training mode, so there is no variance to divide by. {_advice.get()}."
             )
 
     def _check_input_dim(self, input: Tensor) -> None:

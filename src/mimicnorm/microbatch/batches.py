@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Integral
+from numbers import Integral, Number
 from typing import Any
 
 import numpy as np
@@ -59,14 +59,14 @@ def split(inputs: Any, targets: Any, micro_batch: int) -> list[MicroBatch]:
         )
     args, kwargs = _call(inputs)
     size = _size((args, kwargs), "inputs")
+    _refuse_lists((args, kwargs), size, "let a loader yield the micro-batches, without micro_batch=")
+    _refuse_lists(targets, size, _LOOKED_UP.format(size))
     if any(len(t) != size for t in samples_in(targets)):
         shapes = [tuple(t.shape) for t in samples_in(targets)]
         raise MicroBatchError(
             f"the inputs have {size} samples, the targets have shapes {shapes}: each tensor's first dimension must "
             "count the samples; give what belongs to all samples as a number or a 0-d tensor"
         )
-    _refuse_lists((args, kwargs), size)
-    _refuse_lists(targets, size)
     pieces = []
     for first in range(0, size, int(micro_batch)):
         last = min(first + micro_batch, size)
@@ -123,6 +123,8 @@ def _refuse_reuse(kept: list[tuple[int, Tensor, int]], at_once: bool) -> None:
 
 def together(pieces: list[MicroBatch]) -> Any:
     """The targets of the whole batch."""
+    for p in pieces:
+        _refuse_lists(p.targets, p.size, _LOOKED_UP.format("the number of samples"))
     flat, specs = zip(*(pytree.tree_flatten(p.targets) for p in pieces), strict=True)
     if any(s != specs[0] for s in specs):
         raise MicroBatchError("the micro-batches' targets differ in structure; yield the same from each")
@@ -145,17 +147,27 @@ def _joined_target(leaves: tuple) -> Any:
 def join(name: str, parts: list[Tensor], pieces: list[MicroBatch]) -> Tensor:
     """One output tensor of the whole batch from those of the micro-batches."""
     for part, piece in zip(parts, pieces, strict=True):
-        if part.dim() == 0 or part.shape[0] != piece.size:
-            raise MicroBatchError(
-                f"{name} has shape {tuple(part.shape)} for {piece}: its first dimension must count the samples. "
-                "Leave it out of the model's output, or move it to the loss"
-            )
-    if len({tuple(p.shape[1:]) for p in parts}) > 1:
-        raise MicroBatchError(
-            f"{name} has a different shape in some micro-batches ({sorted({tuple(p.shape[1:]) for p in parts})} per "
-            "sample), so there is no whole to compute the loss of: give all samples the same size"
-        )
+        require_joinable(name, part, piece, parts[0])
     return torch.cat(parts)
+
+
+def require_joinable(name: str, part: Any, piece: MicroBatch, first: Any) -> None:
+    """Raise for a micro-batch's output of which, with that of the first micro-batch, no whole can be made."""
+    if isinstance(part, Tensor) != isinstance(first, Tensor):
+        kinds = f"{type(first).__name__} in the first micro-batch and a {type(part).__name__} in {piece}"
+        raise MicroBatchError(f"{name} is a {kinds}: return the same from each")
+    if not isinstance(part, Tensor):
+        return
+    if part.dim() == 0 or part.shape[0] != piece.size:
+        raise MicroBatchError(
+            f"{name} has shape {tuple(part.shape)} for {piece}: its first dimension must count the samples. "
+            "Leave it out of the model's output, or move it to the loss"
+        )
+    if part.shape[1:] != first.shape[1:]:
+        raise MicroBatchError(
+            f"{name} has a different shape in some micro-batches ({tuple(first.shape[1:])} and "
+            f"{tuple(part.shape[1:])} per sample), so they cannot be put together: give all samples the same size"
+        )
 
 
 def to_device(structure: Any, device: torch.device | None) -> Any:
@@ -184,16 +196,30 @@ def _version(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
 
 
-def _refuse_lists(structure: Any, size: int) -> None:
-    """Raise for a list with one number or text per sample: its items would go to every micro-batch."""
+_LOOKED_UP = (
+    "give the samples' numbers as targets, torch.arange({}), and look the items up in loss_fn: "
+    "lambda output, i: criterion(output, [items[j] for j in i])"
+)
+
+
+def _refuse_lists(structure: Any, size: int, remedy: str) -> None:
+    """Raise for a list of one item per sample: its items, not the list, would be cut or go to every micro-batch.
+
+    What is taken are lists of tensors that count the samples, with numbers between them, and of nothing but None.
+    """
 
     def one_each(x: Any) -> bool:
-        return isinstance(x, (list, tuple)) and len(x) == size > 1 and all(isinstance(i, (int, float, str)) for i in x)
+        if not isinstance(x, (list, tuple)) or len(x) != size or size < 2 or all(i is None for i in x):
+            return False
+        counts = [len(t) == size for t in samples_in(x)]
+        return not counts or not all(counts) or all(isinstance(i, dict) for i in x)
 
-    if any(one_each(x) for x in pytree.tree_leaves(structure, is_leaf=one_each)):
-        raise MicroBatchError(
-            f"a list of {size} values for {size} samples: give one value per sample as a tensor or a NumPy array"
-        )
+    for x in pytree.tree_leaves(structure, is_leaf=one_each):
+        if one_each(x):
+            values = all(isinstance(i, (Number, str, Tensor, np.ndarray)) and not _counts(i) for i in x)
+            kind = "values" if values else f"items ({', '.join(sorted({type(i).__name__ for i in x}))})"
+            remedy = "give one value per sample as a tensor or a NumPy array" if values else remedy
+            raise MicroBatchError(f"a list of {size} {kind} for {size} samples, which cannot be cut: {remedy}")
 
 
 def _size(structure: Any, what: str) -> int:

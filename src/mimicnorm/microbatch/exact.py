@@ -11,16 +11,20 @@ Nothing is approximated: the gradient is that of the whole batch up to rounding.
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from mimicnorm.errors import MicroBatchError
-from mimicnorm.layers.last_norm import refused, world_size
+from mimicnorm.layers.last_norm import advising, refused, world_size
 from mimicnorm.microbatch import ranks
 from mimicnorm.microbatch.batches import MicroBatch, collect, split, to_device, together
 from mimicnorm.microbatch.guards import (
@@ -35,6 +39,7 @@ from mimicnorm.microbatch.heads import Call, Capture, Feed, Replay, WholeBatch, 
 from mimicnorm.microbatch.replay import RandomState, full_precision, input_device
 from mimicnorm.microbatch.run import Loss, Run, frozen
 
+_ONE_VALUE = "This is all that backward was given: let the batch have two samples or more"
 Denominator = float | Tensor | Callable[[Any], float | Tensor]
 
 
@@ -105,24 +110,25 @@ def backward(
         if micro_batch is None and targets is not None:
             raise MicroBatchError("targets beside a loader: without micro_batch=, inputs must yield (inputs, targets)")
         pieces = collect(inputs) if micro_batch is None else split(inputs, targets, micro_batch)
-        targets = together(pieces) if micro_batch is None else targets
         run = Run(model, inner, heads_of(inner), pieces, device)
         mixing_loss = mixes_samples(loss_fn)
         if loss_in_pieces and mixing_loss:
             raise MicroBatchError("loss_in_pieces=True: this loss normalises over the batch, so it must see it whole")
         two_passes = bool(run.heads) or mixing_loss
         if denominator is None and (world_size() > 1 or not two_passes or loss_in_pieces):
-            require_mean(loss_fn, targets)
+            require_mean(loss_fn, [p.targets for p in pieces] if micro_batch is None else targets)
+        if micro_batch is None and (callable(denominator) or (two_passes and not loss_in_pieces)):
+            targets = together(pieces)  # where nobody looks at them all at once, they need not fit together
         targets = to_device(targets, device)
         if two_passes:
-            first = _first_pass(run)
+            first = _first_pass(run, joins=return_outputs or not loss_in_pieces)
         share = run.samples if denominator is None else _value(denominator, targets)
     except Exception as error:
         fault = error
     total = ranks.agree(share, fault, device)
     assert run is not None
-    if not total > 0:
-        raise MicroBatchError(f"denominator={total}: the sum of the losses must be divided by a positive number")
+    if not 0 < total < math.inf:
+        raise MicroBatchError(f"denominator={total}: the sum of the losses must be divided by a positive finite number")
     loss = Loss(loss_fn, targets, scaler, world_size() / total, denominator is None)
     if first is None:
         value, outputs = _one_pass(run, loss, return_outputs)
@@ -136,12 +142,12 @@ def backward(
 
 def _value(denominator: Denominator, targets: Any) -> float:
     value = denominator(targets) if callable(denominator) else denominator
-    try:
-        return float(value)
-    except (TypeError, ValueError) as error:
+    number = value.item() if isinstance(value, (Tensor, np.ndarray)) and math.prod(value.shape) == 1 else value
+    if not isinstance(number, Real) or isinstance(number, bool):
         raise MicroBatchError(
             f"denominator: give a number, or a function of the targets that returns one; got {value!r}"
-        ) from error
+        )
+    return float(number)
 
 
 def _one_pass(run: Run, loss: Loss, return_outputs: bool) -> tuple[Tensor, Any]:
@@ -150,16 +156,16 @@ def _one_pass(run: Run, loss: Loss, return_outputs: bool) -> tuple[Tensor, Any]:
     guard = BufferGuard(run.inner)
 
     def forward(piece: MicroBatch) -> Tensor:
-        added = "; the gradients of those before it have been added: clear them" if piece.index else ""
         with guard.before_each(run.inner, run.model):
             leaves = run.call(run.model, piece)
         guard.require_unchanged(piece)
-        require_finite({"": leaves}, piece, added)
+        require_finite({"": leaves}, piece)
         if return_outputs:  # a copy: the loss may write into its arguments
+            run.require_joinable(leaves, piece, parts[0] if parts else leaves)
             parts.append([t.detach().clone() if isinstance(t, Tensor) else t for t in leaves])
         outputs, targets = pytree.tree_unflatten(leaves, run.spec), to_device(piece.targets, run.device)
         with refused("this LastNorm is inside loss_fn, where it would see one micro-batch at a time"):
-            scaled, value = loss(outputs, targets, piece.size, f"{piece}{added}")
+            scaled, value = loss(outputs, targets, piece.size, str(piece))
         values.append(value)
         return scaled
 
@@ -167,15 +173,31 @@ def _one_pass(run: Run, loss: Loss, return_outputs: bool) -> tuple[Tensor, Any]:
     # The last backward waits for all ranks, so all must have come that far.
     with ranks.all_or_none(run.device, "Gradients of single micro-batches may have been added here: clear them"):
         for piece in earlier:
-            with ranks.unsynchronised(run.model):
+            with ranks.unsynchronised(run.model), _telling_what_was_added(piece):
                 scaled = forward(piece)
                 with full_precision(run.device):
                     scaled.backward()
-        scaled = forward(last)
+        with _telling_what_was_added(last):
+            scaled = forward(last)
     with full_precision(run.device):
         scaled.backward()
     outputs = pytree.tree_unflatten(run.joined(parts), run.spec) if return_outputs else None
     return torch.stack(values).sum(), outputs
+
+
+@contextlib.contextmanager
+def _telling_what_was_added(piece: MicroBatch) -> Iterator[None]:
+    """Let an error in one pass say that the micro-batches before have left their gradients."""
+    try:
+        yield
+    except Exception as error:
+        added = "The gradients of the micro-batches before it have been added: clear them"
+        if not piece.index:
+            raise
+        if isinstance(error, MicroBatchError):
+            raise type(error)(f"{error}. {added}") from error.__cause__
+        error.add_note(f"This was in {piece}. {added}")
+        raise
 
 
 @dataclass
@@ -187,8 +209,8 @@ class _First:
     outputs: list[list[Any]] = field(default_factory=list)
 
 
-def _first_pass(run: Run) -> _First:
-    first = _First()
+def _first_pass(run: Run, joins: bool) -> _First:
+    first, shapes = _First(), None
     guard = BufferGuard(run.inner)
     with torch.no_grad():
         for piece in run.pieces:
@@ -198,6 +220,9 @@ def _first_pass(run: Run) -> _First:
                 leaves = run.call(run.inner, piece)
             guard.require_unchanged(piece)
             require_inputs_unchanged(piece, versions)
+            if joins:
+                shapes = shapes or [t.to("meta") if isinstance(t, Tensor) else t for t in leaves]
+                run.require_joinable(leaves, piece, shapes)
             if run.heads:
                 first.logits.append(capture.logits)
                 first.sources.append({j: capture.source(t) for j, t in enumerate(leaves) if isinstance(t, Tensor)})
@@ -225,6 +250,7 @@ def _whole_heads(run: Run, first: _First) -> dict[Call, WholeBatch]:
     return heads
 
 
+@advising(_ONE_VALUE)
 def _two_passes(run: Run, loss: Loss, first: _First) -> tuple[Tensor, Any]:
     with ranks.all_or_none(run.device):
         heads = _whole_heads(run, first)
@@ -255,6 +281,7 @@ def _two_passes(run: Run, loss: Loss, first: _First) -> tuple[Tensor, Any]:
     return value, pytree.tree_unflatten(whole, run.spec)
 
 
+@advising(_ONE_VALUE)
 def _two_passes_in_pieces(run: Run, loss: Loss, first: _First, return_outputs: bool) -> tuple[Tensor, Any]:
     """The same where the loss is a sum over samples: of outputs, no more than a micro-batch's are held."""
     values, parts, grads = [], [], []

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from mimicnorm.errors import MicroBatchError, NonFiniteError
 from mimicnorm.layers import LastNorm
-from mimicnorm.microbatch.batches import MicroBatch, join, to_device
+from mimicnorm.microbatch.batches import MicroBatch, join, require_joinable, to_device
 from mimicnorm.microbatch.replay import RandomState, accelerators
 
 
@@ -57,11 +57,23 @@ class Run:
 
     def joined(self, parts: list[list[Any]]) -> list[Any]:
         """Leaves of the whole batch from those of the micro-batches."""
+        for leaves, piece in zip(parts, self.pieces, strict=True):
+            self.require_joinable(leaves, piece, parts[0])
         columns = zip(*parts, strict=True)
         return [
             join(f"output {i} of the model", list(c), self.pieces) if isinstance(c[0], Tensor) else c[0]
             for i, c in enumerate(columns)
         ]
+
+    def require_joinable(self, leaves: list[Any], piece: MicroBatch, first: list[Any]) -> None:
+        """Raise if the leaves of a micro-batch and those of the first have no whole."""
+        if len(leaves) != len(first):
+            raise MicroBatchError(
+                f"the model returned {len(leaves)} outputs for {piece} and {len(first)} for the first micro-batch: "
+                "return the same from each"
+            )
+        for i, (part, like) in enumerate(zip(leaves, first, strict=True)):
+            require_joinable(f"output {i} of the model", part, piece, like)
 
 
 @dataclass
@@ -80,7 +92,8 @@ class Loss:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise MicroBatchError(
-                f"loss_fn must return one number, a mean over samples (or a sum, with denominator=); got {got}"
+                f"loss_fn must return one number, a mean over samples (or a sum, with denominator=); got {got} for "
+                f"{where}"
             )
         if not loss.requires_grad:
             raise MicroBatchError("the loss depends on nothing that requires a gradient: is this inside no_grad?")
