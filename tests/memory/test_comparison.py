@@ -60,6 +60,8 @@ def test_a_budget_may_be_enough_for_one_method_only():
     needed = measure(mn.convert(small(), NoNorm(), example=(2, 3, 64, 64), init=None), (1, 3, 64, 64)).peak_bytes
     result = compare(small(), (8, 3, 64, 64), ["batchnorm", "nonorm"], budget=needed)
     assert result.largest_batches == {"batchnorm": 0, "nonorm": 1}
+    result = compare(small(), (8, 3, 64, 64), ["mimicnorm", "nonorm"], budget=needed)  # a LastNorm takes two samples
+    assert result.largest_batches == {"mimicnorm": 0, "nonorm": 1}
     with pytest.raises(MemoryPredictionError, match="Raise the budget"):
         compare(small(), (8, 3, 64, 64), BOTH, budget=100_000)
 

@@ -1,11 +1,13 @@
 """What goes wrong in a measurement: whose fault it is, what to do, and that the caller's tensors stay theirs."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
 
 from mimicnorm.cli import main
-from mimicnorm.errors import ExampleError, MemoryPredictionError
+from mimicnorm.errors import ExampleError, MemoryPredictionError, MimicNormError
 from mimicnorm.memory import compare, largest_batch, measure
 from mimicnorm.methods import MimicNorm
 
@@ -120,6 +122,56 @@ def test_an_unfit_loss_is_explained(loss, message):
         measure(mlp(), (4, 8), loss=loss)
 
 
+CRITERION = nn.CrossEntropyLoss()
+
+
+@pytest.mark.parametrize(
+    ("loss", "message"),
+    [
+        ("ce", "loss='ce': give a function from the model's output"),
+        (CRITERION, r"output alone \(.*'target'\): give loss=lambda output: criterion\(output, targets\)"),
+        (CRITERION.forward, r"give loss=lambda output: criterion\(output, targets\)"),
+        (torch.compile(CRITERION), r"give loss=lambda output: criterion\(output, targets\)"),
+        (functools.partial(nn.functional.mse_loss, reduction="sum"), r"give loss=lambda output: criterion"),
+        (lambda: 0, "too many positional arguments.*give loss=lambda output"),
+    ],
+)
+def test_a_loss_that_wants_more_than_the_output_is_told_how(loss, message):
+    with pytest.raises(MemoryPredictionError, match=message) as caught:
+        measure(mlp(), (4, 8), loss=loss)
+    assert "fake=False" not in str(caught.value)
+
+
+@pytest.mark.parametrize("loss", [torch.sum, torch.Tensor.sum, lambda output, scale=2: scale * output.mean()])
+def test_a_loss_of_any_kind_that_takes_the_output_is_taken(loss):
+    assert measure(mlp(), (4, 8), loss=loss).peak_bytes > 0
+
+
+@pytest.mark.parametrize("batch", ["8", 2.5, True, 0, -1, [8]])
+def test_a_batch_must_count(batch):
+    with pytest.raises(MemoryPredictionError, match=r"batch=.*give a whole number of samples from 1 on"):
+        measure(mlp(), (4, 8), batch=batch)
+
+
+def test_what_cannot_be_compared_is_refused_as_it_cannot_be_measured():
+    for attempt in (measure, compare):
+        with pytest.raises(MemoryPredictionError, match=r"the model is a int: give an nn\.Module"):
+            attempt(3, (4, 8))
+        for nothing in ((), [], ""):
+            with pytest.raises(ExampleError, match="example must be a tensor, a shape"):
+                attempt(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), nothing)
+    with pytest.raises(MimicNormError, match=r"method must be one of .*got 3"):
+        compare(mlp(), (4, 8), 3)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_an_example_of_the_wrong_shape_is_not_offered_the_real_path(compiled):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten())
+    with pytest.raises(ExampleError, match=r"expected input\[4, 5, 8, 8\] to have 3 channels") as caught:
+        measure(torch.compile(model) if compiled else model, (4, 5, 8, 8))
+    assert "fake=False" not in str(caught.value)
+
+
 class PeeksAtValues(torch.optim.SGD):
     def step(self, closure=None):
         if self.param_groups[0]["params"][0].grad.norm().item() >= 0:
@@ -133,7 +185,7 @@ class PeeksAtValues(torch.optim.SGD):
         (torch.optim.SGD(mlp().parameters(), lr=1), "optimizer is SGD made for .*give a function"),
         (lambda parameters: torch.optim.SGD(parameters, lr=-1), "making the optimizer fails: .*learning rate"),
         (lambda parameters: None, "returned NoneType"),
-        (torch.optim.LBFGS, "the optimizer's step fails: .*closure"),
+        (torch.optim.LBFGS, "the optimizer's step fails: .*closure'$"),
         (PeeksAtValues, "the optimizer's step fails: .*fake=False"),
     ],
 )
@@ -192,10 +244,16 @@ def test_an_error_the_model_catches_itself_confuses_no_names():
 
 
 @pytest.mark.parametrize(
-    "function", [lambda h: h * float(h.detach().numpy().sum()), lambda h: h * h.max().item(), lambda h: h[h[:, 0] > 9]]
+    "function",
+    [
+        lambda h: h * float(h.detach().numpy().sum()),
+        lambda h: h * h.max().item(),
+        lambda h: h[h[:, 0] > 9],
+        lambda h: h * float(f"{h[0, 0].detach()}".strip("tensor()")),
+    ],
 )
 def test_a_network_that_takes_values_is_offered_the_real_path(function):
-    with pytest.raises((MemoryPredictionError, ExampleError), match=r"^the model .*fake=False"):
+    with pytest.raises(MemoryPredictionError, match=r"^the model .*fake=False"):
         measure(After(function), (4, 8))
     assert measure(After(function), (4, 8), fake=False).peak_bytes > 0
 

@@ -292,7 +292,7 @@ def test_wrong_arguments_are_explained():
         measure(small().forward, SHAPE)
     with pytest.raises(MemoryPredictionError, match="autocast='bf16': give a type"):
         measure(small(), SHAPE, autocast="bf16")
-    with pytest.raises(MemoryPredictionError, match="batch=0: give a number of samples"):
+    with pytest.raises(MemoryPredictionError, match="batch=0: give a whole number of samples"):
         measure(small(), SHAPE, batch=0)
 
     class Detached(nn.Linear):

@@ -18,13 +18,21 @@ from mimicnorm.memory import format_bytes, parse_bytes
         ("1.KiB", 1024),
         ("0.6", 1),
         (2**60 + 1, 2**60 + 1),
+        ("16G", 2**34),
+        ("16 g", 2**34),
+        ("1.5k", 1536),
+        ("1e9", 10**9),
+        ("1.6E+1GiB", 2**34),
+        (1e18, 10**18),
     ],
 )
 def test_amounts_are_read_with_their_unit(text, count):
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "16 gigs", "-3 MiB", "1e9", "0", 0, -1, "0.4", 0.4, ".", "1.2.3 MB"])
+@pytest.mark.parametrize(
+    "text", ["", "GiB", "16 gigs", "-3 MiB", "1e999", "1e", "e9", "inf", True, "0", 0, -1, "0.4", 0.4, ".", "1.2.3 MB"]
+)
 def test_what_is_no_amount_is_refused_with_an_example(text):
     with pytest.raises(MemoryPredictionError, match=r"not an amount of memory.*'16 GiB'"):
         parse_bytes(text)

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from mimicnorm.errors import ExampleError, MemoryPredictionError
+from mimicnorm.errors import ExampleError, MemoryPredictionError, MicroBatchError
 from mimicnorm.memory.analysis import Analysis
 from mimicnorm.memory.step import Settings, measure
 from mimicnorm.memory.units import format_bytes, parse_bytes
@@ -22,7 +22,7 @@ def largest_batch(model: nn.Module, example: Any, budget: str | int, **settings:
     Args:
         model: Any module.
         example: As for ``measure``; every input tensor with the batch size of the first one is resized.
-        budget: Bytes, or text such as ``"16 GiB"``.
+        budget: Bytes, or text such as ``"16 GiB"``, as for ``parse_bytes``.
         **settings: ``loss``, ``optimizer``, ``autocast`` and ``fake`` as for ``measure``. A loss must take outputs of
             any batch size. With ``fake=False`` every batch that is tried is run, the first that is too large as well.
 
@@ -71,7 +71,7 @@ def _one(fits, peak_of_two: int, budget_bytes: int) -> int:
     try:
         if fits(1):
             return 1
-    except ExampleError:
+    except (ExampleError, MicroBatchError):  # a BatchNorm, or a LastNorm, over a single value
         pass
     raise MemoryPredictionError(
         f"a batch of two needs {format_bytes(peak_of_two)} at its peak, the budget is {format_bytes(budget_bytes)}, "

@@ -13,7 +13,7 @@ from mimicnorm.errors import MemoryPredictionError, RefusedError
 from mimicnorm.memory.analysis import Analysis, as_text
 from mimicnorm.memory.budget import largest_batch
 from mimicnorm.memory.replica import first_line, first_samples
-from mimicnorm.memory.step import Settings, measure
+from mimicnorm.memory.step import Settings, measure, require_module
 from mimicnorm.memory.units import format_bytes, parse_bytes
 from mimicnorm.methods import METHODS, Method, as_method
 from mimicnorm.methods import settings as fields
@@ -120,6 +120,7 @@ def compare(
         True
     """
     budget_bytes = None if budget is None else parse_bytes(budget)
+    require_module(model)
     compiled = isinstance(model, OptimizedModule) or model._compiled_call_impl is not None
     plain = model._orig_mod if isinstance(model, OptimizedModule) else model
     small = first_samples(example, 2)  # the surgery reads shapes, it needs no large batch
@@ -161,7 +162,9 @@ def _in_short(error: RefusedError) -> str:
 
 
 def _by_unique_name(methods: Method | str | Iterable[Method | str]) -> dict[str, Method]:
-    chosen = [as_method(m) for m in ([methods] if isinstance(methods, (Method, str)) else methods)]
+    chosen = [
+        as_method(m) for m in (methods if isinstance(methods, Iterable) and not isinstance(methods, str) else [methods])
+    ]
     if not chosen:
         raise MemoryPredictionError('there is no method to compare: give at least one, such as "batchnorm"')
     named = {_name_among(method, chosen): method for method in chosen}

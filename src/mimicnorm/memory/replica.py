@@ -135,7 +135,7 @@ def first_samples(example: Any, count: int) -> Any:
         >>> first_samples((256, 3, 32, 32), 2)
         (2, 3, 32, 32)
     """
-    if isinstance(example, Sequence) and all(type(size) is int for size in example):
+    if isinstance(example, Sequence) and example and all(type(size) is int for size in example):
         return (min(example[0], count), *example[1:])
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(example)):
         return example

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from numbers import Integral
 from typing import Any, TypedDict
 
 import torch
@@ -51,6 +54,8 @@ _NEEDS_VALUES = (
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
+# Errors of the same cause that have no class of their own; .numpy() and printed numbers are the usual ones.
+_NEEDS_VALUES_TEXT = re.compile(r"\.numpy\(\)|fake impl|FakeTensor|data pointer")
 _ON_REAL_TENSORS = (
     "fake=False (--no-fake on the command line), with real data as the example, runs one real step on a copy of the "
     "network"
@@ -105,19 +110,49 @@ def measure(
         928
     """
     make_optimizer = _optimizer_maker(optimizer)
-    if not isinstance(model, nn.Module):
-        raise MemoryPredictionError(f"the model is a {type(model).__name__}: give an nn.Module")
+    require_module(model)
+    loss = default_loss if loss is None else _fit_loss(loss)
     if not isinstance(autocast, torch.dtype | None):
         raise MemoryPredictionError(f"autocast={autocast!r}: give a type such as torch.bfloat16, or None")
-    if batch is not None and batch < 1:
-        raise MemoryPredictionError(f"batch={batch}: give a number of samples from 1 on, or None for the example's")
+    if batch is not None and (not isinstance(batch, Integral) or isinstance(batch, bool) or batch < 1):
+        raise MemoryPredictionError(
+            f"batch={batch!r}: give a whole number of samples from 1 on, or None for the example's"
+        )
     with untouched(model), torch.inference_mode(False), torch.enable_grad():
         replica = replicate(model, example, fake=fake, batch=batch)
         names = _follow_modules(replica)
         with replica.mode:
             if replica.compiled:
-                _compile(replica, names, loss or default_loss, autocast)
-            return _tracked_step(replica, names, make_optimizer, loss or default_loss, autocast)
+                _compile(replica, names, loss, autocast)
+            return _tracked_step(replica, names, make_optimizer, loss, autocast)
+
+
+def require_module(model: Any) -> None:
+    """Raise for a model that is none."""
+    if not isinstance(model, nn.Module):
+        raise MemoryPredictionError(f"the model is a {type(model).__name__}: give an nn.Module")
+
+
+def _fit_loss(loss: Any) -> Loss:
+    """Return a loss, unless it cannot be called with the output alone, as a criterion that wants targets."""
+    if not callable(loss):
+        raise MemoryPredictionError(
+            f"loss={loss!r}: give a function from the model's output to a scalar, such as "
+            "lambda output: criterion(output, targets), or None"
+        )
+    try:
+        plain = getattr(loss, "_orig_mod", loss)
+        signature = inspect.signature(plain.forward if isinstance(plain, nn.Module) else plain)
+    except (TypeError, ValueError):  # written in C
+        return loss
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise MemoryPredictionError(
+            f"the loss cannot be called with the model's output alone ({error}): give "
+            "loss=lambda output: criterion(output, targets)"
+        ) from error
+    return loss
 
 
 def _compile(replica: Replica, names: _Names, loss: Loss, autocast: torch.dtype | None) -> None:
@@ -251,15 +286,15 @@ def _forward(replica: Replica, names: _Names, loss: Loss, autocast: torch.dtype 
     except MimicNormError:
         raise
     except Exception as error:
-        left_torch = isinstance(replica.mode, FakeTensorMode) and ".numpy()" in str(error)
-        if isinstance(error, _NEEDS_VALUES) or left_torch:
+        cause = _root(error)
+        told = f"{type(cause).__name__}: {first_line(cause)}"
+        if _needs_values(cause, replica):
             raise MemoryPredictionError(
-                f"{_place(names)} cannot run on fake tensors, because it needs values, not only shapes "
-                f"({type(error).__name__}: {first_line(error)}). {_ON_REAL_TENSORS}"
+                f"{_place(names)} cannot run on fake tensors, because it needs values, not only shapes ({told}). "
+                f"{_ON_REAL_TENSORS}"
             ) from error
         raise ExampleError(
-            f"{_place(names)} does not run on the example ({describe(replica.args, replica.kwargs)}): "
-            f"{type(error).__name__}: {first_line(error)}{_hint(replica)}"
+            f"{_place(names)} does not run on the example ({describe(replica.args, replica.kwargs)}): {told}"
         ) from error
     names.running.clear()
     _refuse_unfit_loss(value)
@@ -315,15 +350,21 @@ def _explained(what: str, replica: Replica) -> Iterator[None]:
     except MimicNormError:
         raise
     except Exception as error:
-        raise MemoryPredictionError(
-            f"{what} fails: {type(error).__name__}: {first_line(error)}{_hint(replica)}"
-        ) from error
+        cause = _root(error)
+        hint = f". It needs values, not only shapes: {_ON_REAL_TENSORS}" if _needs_values(cause, replica) else ""
+        raise MemoryPredictionError(f"{what} fails: {type(cause).__name__}: {first_line(cause)}{hint}") from error
 
 
-def _hint(replica: Replica) -> str:
-    if not isinstance(replica.mode, FakeTensorMode):
-        return ""
-    return f". If it needs values, not only shapes: {_ON_REAL_TENSORS}"
+def _root(error: Exception) -> Exception:
+    """What an error of the compiler's is about; its own text tells of the compiler."""
+    inner = error.__cause__ or error.__context__
+    of_compiler = type(error).__module__.startswith("torch._dynamo")
+    return _root(inner) if of_compiler and isinstance(inner, Exception) else error
+
+
+def _needs_values(error: Exception, replica: Replica) -> bool:
+    fake = isinstance(replica.mode, FakeTensorMode)
+    return fake and (isinstance(error, _NEEDS_VALUES) or _NEEDS_VALUES_TEXT.search(str(error)) is not None)
 
 
 def _place(names: _Names) -> str:

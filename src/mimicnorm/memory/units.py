@@ -9,7 +9,7 @@ from mimicnorm.errors import MemoryPredictionError
 
 _FACTORS = {"": 1, "B": 1} | {
     f"{prefix}{suffix}": base ** (power + 1)
-    for suffix, base in (("iB", 1024), ("B", 1000))
+    for suffix, base in (("iB", 1024), ("B", 1000), ("", 1024))
     for power, prefix in enumerate("KMGT")
 }
 _BY_LOWER_CASE = {unit.lower(): factor for unit, factor in _FACTORS.items()}
@@ -18,13 +18,14 @@ _BY_LOWER_CASE = {unit.lower(): factor for unit, factor in _FACTORS.items()}
 def parse_bytes(amount: str | int | float) -> int:
     """Read an amount of memory: a number of bytes, or a number with a unit.
 
-    Binary units (KiB, MiB, GiB, TiB) and decimal ones (KB, MB, GB, TB) are told apart; case does not matter.
+    Binary units (KiB, MiB, GiB, TiB) and decimal ones (KB, MB, GB, TB) are told apart; a letter alone (16G) is binary,
+    as for Docker, Slurm and Java. Case does not matter.
 
     Example:
-        >>> parse_bytes("16 GiB"), parse_bytes("1.5kb"), parse_bytes(512)
-        (17179869184, 1500, 512)
+        >>> parse_bytes("16 GiB"), parse_bytes("16G"), parse_bytes("1.5kb"), parse_bytes("1e9")
+        (17179869184, 17179869184, 1500, 1000000000)
     """
-    match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*|\.[0-9]+)\s*([A-Za-z]*)\s*", str(amount))
+    match = re.fullmatch(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,2})?)\s*([A-Za-z]*)\s*", str(amount))
     factor = _BY_LOWER_CASE.get(match[2].lower()) if match else None
     count = round(Fraction(match[1]) * factor) if match and factor else 0
     if count < 1:
