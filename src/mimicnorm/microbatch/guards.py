@@ -88,7 +88,7 @@ def require_mean(loss_fn: Any, targets: Any) -> None:
     # Inside a module of the user's, a sum may be divided, and single values may be averaged.
     reduction = _reduction(parts[0])
     if reduction == "sum" or (of_torch and reduction == "none"):
-        raise _not_a_mean(f'reduction="{reduction}"', ', or take reduction="mean"')
+        raise _not_a_mean(f'reduction="{reduction}"', reduction == "sum")
     classes = [t for t in samples_in(targets) if isinstance(t, Tensor) and not t.is_floating_point()]
     for part in parts:
         ignored = getattr(part, "ignore_index", None)  # the losses that divide by the weight of the classes
@@ -120,10 +120,11 @@ def _reduction(part: Any) -> Any:
     return "sum" if getattr(part, "size_average", None) is False else getattr(part, "reduction", "mean")
 
 
-def _not_a_mean(what: str, otherwise: str = "") -> MicroBatchError:
+def _not_a_mean(what: str, is_sum: bool = False) -> MicroBatchError:
+    remedy = 'Take reduction="mean", or give' if is_sum else 'Let loss_fn return a sum (reduction="sum") and give'
     return MicroBatchError(
-        f"a loss with {what} is not a mean over samples, and here it is computed in pieces. Let loss_fn return a sum "
-        f'(reduction="sum") and give what to divide by: denominator=lambda targets: ...{otherwise}'
+        f"a loss with {what} is not a mean over samples, and here it is computed in pieces. {remedy} what to divide "
+        "by: denominator=lambda targets: ..."
     )
 
 
