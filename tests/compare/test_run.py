@@ -185,3 +185,17 @@ def test_the_folder_of_a_run_names_method_and_seed(compared):
     out, data = compared
     assert folders(out) == sorted(r["folder"] for m in data["methods"] for r in m["runs"])
     assert runs.folder_of(small.job().contestants[2], 0) == "nonorm-seed0"
+
+
+def test_what_the_width_changed_is_said_and_other_defaults_need_another_folder(compared, tmp_path, capsys):
+    out = tmp_path / "again"
+    shutil.copytree(compared[0], out)
+    data = run(small.job(), out)
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.endswith("applying batchnorm, mimicnorm (min_fan_in=6 at width 0.125), nonorm")
+    assert [m["note"] for m in data["methods"]] == ["", "min_fan_in=6 at width 0.125", ""]
+    assert "Here min_fan_in=6 at width 0.125." in (out / "report.html").read_text()
+    data["methods"][1]["plan"]["method"]["min_fan_in"] = 50  # as an earlier version had it
+    (out / "compare.json").write_text(json.dumps(data))
+    with pytest.raises(MimicNormError, match=r"another mimicnorm: min_fan_in was 50 and is 6.*--out"):
+        run(small.job(), out, progress=False)

@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from mimicnorm.errors import NonFiniteError, RecipeError
-from mimicnorm.layers import LastNormed
+from mimicnorm.layers import LastNormed, WeightMeanConv2d
+from mimicnorm.methods import MimicNorm
 from mimicnorm.training import recipe
-from mimicnorm.training.build import network
+from mimicnorm.training.build import chosen_method, network
 from mimicnorm.training.processes import Processes
 from mimicnorm.training.step import Trainer
 
@@ -168,3 +169,29 @@ def test_a_loss_that_is_not_finite_in_parts():
     nn.init.constant_(broken.bare[9].weight, float("nan"))
     with pytest.raises(NonFiniteError, match="NaN logits"):
         broken.step(*batch(), 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"width": 0.25}, 12),
+        ({"width": 0.25, "method": "weight-mean"}, 12),
+        ({"width": 0.01}, 1),
+        ({}, 50),
+        ({"width": 2.0}, 50),
+        ({"width": 0.25, "settings": ("min_fan_in=50",)}, 50),
+        ({"width": 0.25, "model": "tiny:net"}, 50),
+    ],
+)
+def test_the_least_fan_in_of_centred_layers_follows_the_width(changes, expected):
+    assert chosen_method(tiny.recipe(**{"model": "resnet10", **changes})).min_fan_in == expected
+    assert MimicNorm().min_fan_in == 50
+
+
+def test_shortcuts_of_a_narrow_network_are_centred_as_at_full_width():
+    narrow, authors = (
+        network(tiny.recipe(model="resnet18", width=0.25, settings=given), tiny.SOURCES[0])
+        for given in ((), ("min_fan_in=50",))
+    )
+    assert isinstance(narrow.layer2[0].downsample[0], WeightMeanConv2d)
+    assert not isinstance(authors.layer2[0].downsample[0], WeightMeanConv2d)

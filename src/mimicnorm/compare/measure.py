@@ -15,7 +15,7 @@ from mimicnorm.data import Source
 from mimicnorm.errors import MemoryPredictionError, RefusedError
 from mimicnorm.methods import BatchNorm
 from mimicnorm.planning import plan
-from mimicnorm.training.build import network
+from mimicnorm.training.build import narrowed, network
 from mimicnorm.training.processes import Processes
 from mimicnorm.training.step import DTYPES, Trainer
 
@@ -23,7 +23,7 @@ from mimicnorm.training.step import DTYPES, Trainer
 def applied(job: Job, source: Source) -> dict[str, dict[str, Any]]:
     """Apply every method to the network, so that what cannot be done is known before anything is trained.
 
-    Returns, by label, the plan as data and the number of parameters.
+    Returns, by label, the plan as data, the number of parameters, and a note on what the width changed.
 
     Raises:
         RefusedError: Names each method that the network cannot take, and why.
@@ -42,6 +42,7 @@ def applied(job: Job, source: Source) -> dict[str, dict[str, Any]]:
         planned = plan(bare, conversion.method if conversion else BatchNorm(), example=example, init=job.recipe.init)
         done[contestant.label] = {
             "parameters": sum(p.numel() for p in converted.parameters()),
+            "note": note(job, contestant),
             "plan": {
                 "method": planned.as_dict()["method"],
                 "init": planned.init,
@@ -52,6 +53,12 @@ def applied(job: Job, source: Source) -> dict[str, dict[str, Any]]:
     if refused:
         raise RefusedError(" ".join((*refused, "Nothing was trained: leave such methods out of --methods.")))
     return done
+
+
+def note(job: Job, contestant: Contestant) -> str:
+    """What the method's settings are in a network of this width, where nobody gave them."""
+    changed = narrowed(job.run_recipe(contestant))
+    return ", ".join(f"{k}={v} at width {job.recipe.width:g}" for k, v in changed.items())
 
 
 def memory_of(job: Job, contestant: Contestant, source: Source) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from mimicnorm import report
 from mimicnorm.compare.intervals import difference
 from mimicnorm.compare.job import Contestant, Job
 from mimicnorm.compare.largest_lr import largest_lr
-from mimicnorm.compare.measure import applied, memory_of, times
+from mimicnorm.compare.measure import applied, memory_of, note, times
 from mimicnorm.compare.runs import folder_of, trained
 from mimicnorm.data import Source
 from mimicnorm.errors import CheckpointError, RecipeError
@@ -66,8 +66,10 @@ def run(
     if job.recipe.batch > len(sources[0]):
         raise RecipeError(f"batch={job.recipe.batch} is more than the {len(sources[0])} training images: give less")
     before = _earlier(job, Path(out))
-    say(f"{job.recipe.model} on {job.recipe.data}: applying {', '.join(c.label for c in job.contestants)}", flush=True)
+    named = [f"{c.label} ({about})" if (about := note(job, c)) else c.label for c in job.contestants]
+    say(f"{job.recipe.model} on {job.recipe.data}: applying {', '.join(named)}", flush=True)
     methods = applied(job, sources[0])
+    _require_same_methods(methods, before, Path(out))
     with joined(device) as processes:
         data = _start(job, sources, processes, methods, before)
         _write(data, Path(out))  # a folder that cannot be written is known before the work
@@ -109,6 +111,18 @@ def _earlier(job: Job, out: Path) -> dict[str, Any]:
             f"{out} holds a comparison with other settings: {', '.join(changed)}. Use another folder with --out"
         )
     return before
+
+
+def _require_same_methods(methods: dict[str, dict[str, Any]], before: dict[str, Any], out: Path) -> None:
+    """Refuse to set runs beside others whose method had other settings by default."""
+    for entry in before["methods"]:
+        now = methods.get(entry["label"], entry)["plan"]["method"]
+        was = entry["plan"]["method"]
+        changed = [f"{k} was {was.get(k)!r} and is {v!r}" for k, v in now.items() if was.get(k) != v]
+        if changed:
+            raise RecipeError(
+                f"{out} holds runs of another {entry['label']}: {', '.join(changed)}. Use another folder with --out"
+            )
 
 
 def _start(

@@ -132,11 +132,15 @@ def _methods(data: dict[str, Any]) -> str:
         lines = "".join("<tr>" + "".join(f"<td>{escape(c)}</td>" for c in row) + "</tr>" for row in plan["rows"])
         parts.append(
             f"<h3>{_key(number)}{escape(m['label'])}</h3>"
-            f"<p>{escape(m['summary'])} {m['parameters']:,} parameters.</p>{summary}"
+            f"<p>{escape(m['summary'])} {_note(m)}{m['parameters']:,} parameters.</p>{summary}"
             f"<details><summary>Layer by layer ({len(plan['rows'])} rows)</summary>"
             f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div></details>'
         )
     return "\n".join(parts)
+
+
+def _note(m: dict[str, Any]) -> str:
+    return f"Here {escape(m['note'])}. " if m.get("note") else ""
 
 
 def _reproduce(data: dict[str, Any]) -> str:

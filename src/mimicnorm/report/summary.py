@@ -35,7 +35,7 @@ def columns(data: dict[str, Any]) -> list[Column]:
     """The columns that a comparison has something for."""
     first = data["methods"][0]["label"]
     known = (
-        Column("method", "What was done with BatchNorm; described below.", lambda m: m["label"].replace("+", "\n+")),
+        Column("method", "What was done with BatchNorm; described below.", _name),
         Column(
             "test\naccuracy, %",
             "Share of test images classified right after the last epoch: the mean over seeds, ± their standard "
@@ -110,6 +110,11 @@ def title(data: dict[str, Any]) -> str:
     width = f" (width {s['width']:g})" if s["width"] != 1 else ""
     methods, epochs = count(len(data["methods"]), "method"), count(s["epochs"], "epoch")
     return f"{s['model']}{width} on {s['data']}: {methods}, {data['data']['train']:,} images, {epochs}"
+
+
+def _name(m: dict[str, Any]) -> str:
+    note = f"\n({m['note'].partition(' ')[0]})" if m.get("note") else ""
+    return m["label"].replace("+", "\n+") + note
 
 
 def _accuracy(m: dict[str, Any]) -> str:

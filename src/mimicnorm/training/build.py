@@ -32,7 +32,7 @@ def network(recipe: Recipe, source: Source) -> nn.Module:
     example = _example(source)
     if foreign:
         _require_logits(model, recipe.model, example[:2], source.classes)
-    report = convert_(model, _method(recipe), example=example, init=recipe.init)
+    report = convert_(model, chosen_method(recipe), example=example, init=recipe.init)
     drawn = {step.name for step in report.layers} if report.method.removes_norm else set()
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name not in drawn and not foreign:
@@ -42,10 +42,11 @@ def network(recipe: Recipe, source: Source) -> nn.Module:
     return model
 
 
-def _method(recipe: Recipe) -> Method:
+def chosen_method(recipe: Recipe) -> Method:
+    """The recipe's method with its settings, and with what its width asks for."""
     chosen = method(recipe.method)
     fields = {f.name for f in dataclasses.fields(chosen)}
-    changes = {}
+    changes: dict = narrowed(recipe)
     for setting in recipe.settings:
         name, equals, value = setting.partition("=")
         if not equals or name not in fields:
@@ -55,6 +56,24 @@ def _method(recipe: Recipe) -> Method:
         except json.JSONDecodeError:
             changes[name] = {"None": None, "True": True, "False": False}.get(value, value)
     return dataclasses.replace(chosen, **changes)
+
+
+def narrowed(recipe: Recipe) -> dict[str, int]:
+    """Settings of the method that follow the width, where none were given: the least fan-in of a centred layer.
+
+    The paper's 50 is meant for layers of full width: a quarter of it leaves projection shortcuts out that are centred
+    there.
+
+    Example:
+        >>> from mimicnorm.training import recipe
+        >>> narrowed(recipe("cifar100-resnet18-desk")), narrowed(recipe("cifar100-resnet18"))
+        ({'min_fan_in': 12}, {})
+    """
+    chosen, given = method(recipe.method), {setting.partition("=")[0] for setting in recipe.settings}
+    narrow = recipe.width < 1 and ":" not in recipe.model  # other packages' networks have one width
+    if not narrow or chosen.weights != "centre" or "min_fan_in" in given:
+        return {}
+    return {"min_fan_in": max(1, int(chosen.min_fan_in * recipe.width))}
 
 
 def _require_logits(model: nn.Module, name: str, images: Tensor, classes: int) -> None:

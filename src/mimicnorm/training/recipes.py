@@ -31,11 +31,12 @@ class Recipe:
     method: str = "mimicnorm"
     """What to do with BatchNorm: mimicnorm, weight-mean, last-bn, nonorm, batchnorm, ..."""
     settings: tuple[str, ...] = ()
-    """Settings of the method as NAME=VALUE, such as residual=linear min_fan_in=1."""
+    """Settings of the method as NAME=VALUE, such as residual=linear min_fan_in=50."""
     init: str = "auto"
     """Starting weights of converted layers: auto, theory or calibrate."""
     width: float = 1.0
-    """Multiplies the network's channels."""
+    """Multiplies the network's channels. Below 1, min_fan_in (of methods that centre weights, unless in settings) is
+    multiplied, too: layers that are centred at full width stay so."""
     classifier_variance: float = 2.0
     """Linear layers without BatchNorm (the classifier) start as N(0, this / fan-in): 2 in the authors' code, 1/3 in
     PyTorch's own layers. Behind a last BN that scale only decides how fast they learn. Networks of other packages
