@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 
@@ -132,3 +133,27 @@ def test_a_factory_that_fails_is_told_in_its_own_words(capsys, tmp_path, monkeyp
     for spec, says in (("broken:net", "raised KeyError"), ("typo:net", "SyntaxError")):
         assert main(["convert", spec]) == 2
         assert says in capsys.readouterr().err
+
+
+def test_a_closed_output_ends_silently_as_in_a_pipeline():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "mimicnorm", "theory", "gains"]
+    done = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+@pytest.mark.parametrize("module", ["tyro", "rich.console"])
+def test_ctrl_c_while_the_command_loads_is_one_line(module):
+    code = (
+        "import sys, os, signal\n"
+        "class Loading:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Loading())\n"
+        "from mimicnorm.cli import main\n"
+        "sys.exit(main(['theory', 'gains']))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "mimicnorm: interrupted\n")

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
+import operator
 import re
 from pathlib import Path
 
 import pytest
+
+import mimicnorm
 
 ROOT = Path(__file__).parent.parent
 _spec = importlib.util.spec_from_file_location("pages", ROOT / "benchmarks" / "pages.py")
@@ -33,3 +36,11 @@ def test_the_map_names_every_file():
     files = {str(f.relative_to(source).with_suffix("")) for f in source.rglob("*.py") if not f.stem.startswith("__")}
     words = set(re.findall(r"\w+", page))
     assert not {name for name in files if not set(name.split("/")) <= words}
+
+
+def test_every_name_on_a_page_exists():
+    texts = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
+    names = {name for text in texts for name in re.findall(r"(?<![\w/.-])(?:mimicnorm|mn)((?:\.[A-Za-z_]\w*)+)", text)}
+    assert {".compare.run", ".report.page"} <= names
+    for name in names:
+        operator.attrgetter(name[1:])(mimicnorm)  # AttributeError names what is missing

@@ -34,12 +34,27 @@ _WHERE = {
     "ScaledWS": "methods",
     "MimicNormError": "errors",
 }
-_MODULES = ("data", "errors", "layers", "memory", "methods", "microbatch", "models", "theory", "training")
+_MODULES = (
+    *("compare", "data", "errors", "layers", "memory", "methods", "microbatch", "models", "report", "theory"),
+    "training",
+)
 
 __all__ = [*_WHERE, *_MODULES]
 
 if TYPE_CHECKING:
-    from mimicnorm import data, errors, layers, memory, methods, microbatch, models, theory, training
+    from mimicnorm import (
+        compare,
+        data,
+        errors,
+        layers,
+        memory,
+        methods,
+        microbatch,
+        models,
+        report,
+        theory,
+        training,
+    )
     from mimicnorm.errors import MimicNormError
     from mimicnorm.methods import (
         BatchNorm,

@@ -30,7 +30,10 @@ def test_every_field_of_a_recipe_is_a_flag(tmp_path, capsys, monkeypatch):
         (["digits-resnet10", "--model", "resnet19"], "Near ones"),
         (["digits-resnet10", "--data", "digit"], "Did you mean digits"),
         (["digits-resnet10", "--batch", "5000"], "it must be at most 1438, the number of training images"),
-        (["digits-resnet10", "--model", "timm:resnet18"], "set width to 1 (--width 1)"),
+        (["digits-resnet10", "--model", "timm:resnet18", "--width", "0.5"], "set width to 1 (--width 1)"),
+        (["digits-resnet10", "--init", "foo"], "use one of auto, theory, calibrate, none"),
+        (["digits-resnet10", "--epochs", "3", "--milestones", "2", "3"], "never reach 3"),
+        (["digits-resnet10", "--out", ""], "--out is empty"),
         (["digits-resnet10", "--checkpoint-steps", "-1"], "checkpoint_steps=-1"),
         (["digits-resnet10", "--device", "meta"], "device 'meta' cannot be used"),
         (["digits-resnet10", "--device", "cuda:99"], "device 'cuda:99' cannot be used"),
@@ -38,7 +41,7 @@ def test_every_field_of_a_recipe_is_a_flag(tmp_path, capsys, monkeypatch):
 )
 def test_mistakes_are_one_sentence(tmp_path, capsys, words, says):
     pytest.importorskip("sklearn")
-    assert main(["train", *words, "--out", str(tmp_path / "run")]) == 2
+    assert main(["train", words[0], "--out", str(tmp_path / "run"), *words[1:]]) == 2
     error = capsys.readouterr().err
     assert says in error
     assert len(error.splitlines()) == 1

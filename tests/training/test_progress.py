@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 
 import pytest
@@ -53,3 +54,12 @@ def test_tensorboard_that_is_not_installed(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MimicNormError, match="pip install tensorboard"):
         TensorBoard(tmp_path, 0)
+
+
+def test_a_reader_that_went_away_stops_nothing(monkeypatch):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w") as nobody, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", nobody)
+        told(Progress(tiny.recipe(), 7))
+        told(Progress(tiny.recipe(), 7))

@@ -48,7 +48,8 @@ def test_a_recipe_is_frozen_and_changed_by_copy():
     [
         *({"batch": 0}, {"epochs": 0}, {"epochs": 1.5}, {"lr": 0.0}, {"lr": float("nan")}, {"lr": float("inf")}),
         *({"lr": "0.1"}, {"precision": "fp8"}, {"seed": -1}, {"seed": 2**70}, {"limit": -1}, {"scalar_rate": -1.0}),
-        *({"milestones": (1, -2)}, {"warmup_epochs": float("inf")}),
+        *({"milestones": (1, -2)}, {"warmup_epochs": float("inf")}, {"momentum": 1.0}, {"init": "None"}),
+        *({"milestones": (12,)}, {"milestones": (2, 5), "epochs": 5}),
     ],
 )
 def test_impossible_fields_are_refused(wrong):
@@ -60,3 +61,21 @@ def test_a_wrong_name_lists_near_ones():
     with pytest.raises(NameNotFoundError, match="Near ones: cifar100-resnet18"):
         recipe("cifar-resnet18")
     assert issubclass(RecipeError, MimicNormError)
+
+
+def test_the_schedule_follows_the_epochs_unless_it_is_given():
+    def schedule(name, **changes):
+        r = recipe(name, **changes)
+        return r.milestones, r.warmup_epochs
+
+    assert schedule("cifar100-resnet18", epochs=3) == ((2, 2), 0.75)
+    assert schedule("cifar100-resnet18", epochs=300) == ((160, 220, 270), 2.0)
+    assert schedule("cifar100-resnet18-desk", epochs=10) == ((5, 7, 9), 2.0)  # the paper's, not the desk's rounded ones
+    assert schedule("digits-mlp10", epochs=1) == ((), 0.25)
+    assert schedule("digits-mlp10", epochs=4, milestones=(3,), warmup_epochs=2.0) == ((3,), 2.0)
+    assert all(recipe(name) == known for name, known in RECIPES.items())
+
+
+def test_what_a_seed_may_be_is_said():
+    with pytest.raises(RecipeError, match=r"at least 0 and below 2\^63"):
+        recipe("digits-mlp10", seed=2**63)

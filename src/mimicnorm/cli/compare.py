@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mimicnorm.cli.train import with_recipe_flags
+from mimicnorm.cli.train import folder, with_recipe_flags
 from mimicnorm.training.recipes import Recipe
 
 _PER_RUN = ("method", "settings", "seed")
@@ -29,7 +29,7 @@ class Options:
     three seeds, NAME+SETTING=VALUE changes one of its settings."""
     seeds: int = 3
     """How often to train each method."""
-    out: Path | None = None
+    out: str | None = None
     """The folder for results and runs; runs/compare-MODEL-DATA if not given."""
     data_dir: Path | None = None
     """Where the data is; else the environment variable MIMICNORM_DATA, else the hub."""
@@ -44,9 +44,8 @@ class Options:
 
     def run(self) -> None:
         """Compare, print the table, say where the page is."""
-        from rich.console import Console
-
         from mimicnorm import report
+        from mimicnorm.cli.console import Console
         from mimicnorm.compare import Job, base_recipe, contestants, run
         from mimicnorm.errors import RecipeError
 
@@ -55,7 +54,7 @@ class Options:
                 raise RecipeError(f"--{name} must be at least {least}, not {getattr(self, name)}")
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe) if f.name not in _PER_RUN}
         chosen = base_recipe(given.pop("data") or "digits", **given)
-        out = self.out or Path("runs") / re.sub(r"[:/]+", "-", f"compare-{chosen.model}-{chosen.data}")
+        out = folder(self.out, re.sub(r"[:/]+", "-", f"compare-{chosen.model}-{chosen.data}"))
         command = shlex.join(["mimicnorm", *sys.argv[1:]])
         job = Job(chosen, contestants(self.methods, self.seeds), self.rounds, self.largest_lr, command)
         try:

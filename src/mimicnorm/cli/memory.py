@@ -43,9 +43,8 @@ class Memory:
 
     def run(self) -> None:
         """Measure every method and print one table."""
-        from rich.console import Console
-
         from mimicnorm import memory
+        from mimicnorm.cli.console import Console
         from mimicnorm.errors import MemoryPredictionError
         from mimicnorm.memory.figure import refuse_unwritable
         from mimicnorm.memory.step import OPTIMIZERS

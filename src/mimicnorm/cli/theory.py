@@ -22,9 +22,9 @@ class Gains:
 
     def run(self) -> None:
         """Tabulate gains, slopes and drift."""
-        from rich.console import Console
         from rich.table import Table
 
+        from mimicnorm.cli.console import Console
         from mimicnorm.theory import activations
 
         table = Table("activation", "gain", "chi_1", "Tbar'(0)", "dV/dq", title="At the weight-mean gain 1/sd(phi(z))")
@@ -109,9 +109,9 @@ class Doctor:
 
     def run(self) -> None:
         """Propagate one batch of noise through both networks, layer by layer."""
-        from rich.console import Console
         from rich.table import Table
 
+        from mimicnorm.cli.console import Console
         from mimicnorm.example import call_arguments
         from mimicnorm.methods import method
         from mimicnorm.models import find

@@ -12,6 +12,7 @@ from typing import Annotated, Any, get_type_hints
 
 import tyro
 
+from mimicnorm.errors import RecipeError
 from mimicnorm.training.recipes import Recipe, recipe
 
 
@@ -21,7 +22,7 @@ class Options:
 
     recipe: Annotated[str, tyro.conf.Positional]
     """The recipe, such as cifar100-resnet18, cifar100-resnet18-desk or digits-resnet10."""
-    out: Path | None = None
+    out: str | None = None
     """The run's folder; runs/RECIPE-METHOD-seedN if not given."""
     data_dir: Path | None = None
     """Where the data is; else the environment variable MIMICNORM_DATA, else the hub."""
@@ -40,7 +41,7 @@ class Options:
 
         given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe)}
         chosen = recipe(self.recipe, **{k: v for k, v in given.items() if v is not None})
-        out = self.out or Path("runs") / f"{self.recipe}-{chosen.method}-seed{chosen.seed}"
+        out = folder(self.out, f"{self.recipe}-{chosen.method}-seed{chosen.seed}")
         options = ("data_dir", "tensorboard", "checkpoint_steps", "checkpoint_seconds", "device")
         result = train(chosen, out, **{k: getattr(self, k) for k in options})
         if result.status == "interrupted":
@@ -50,11 +51,19 @@ class Options:
             print(f"{result.status} at step {result.step}{top1}: {out}")
 
 
+def folder(given: str | None, usual: str) -> Path:
+    """The folder that --out names, or one under runs; an empty name (an unset variable) is none."""
+    if given is not None and not given.strip():
+        raise RecipeError("--out is empty: give a folder, or leave it out")
+    return Path("runs") / usual if given is None else Path(given)
+
+
 def with_recipe_flags(options: type, name: str, without: tuple[str, ...] = ()) -> Any:
     """Options with one flag per field of a recipe, so that none is written twice; what is not given stays."""
     types = get_type_hints(Recipe)
     body: Any = ast.parse(inspect.getsource(Recipe)).body[0]
-    texts = {a.target.id: t.value.value for a, t in zip(body.body, body.body[1:], strict=False) if _field(a)}
+    pairs = zip(body.body, body.body[1:], strict=False)
+    texts = {a.target.id: " ".join(t.value.value.split()) for a, t in pairs if isinstance(a, ast.AnnAssign)}
     flags: list[Any] = []
     for f in dataclasses.fields(Recipe):
         if f.name in without:
@@ -67,10 +76,6 @@ def with_recipe_flags(options: type, name: str, without: tuple[str, ...] = ()) -
     made = dataclasses.make_dataclass(name, flags, bases=(options,))
     made.__doc__ = options.__doc__
     return made
-
-
-def _field(statement: ast.stmt) -> bool:
-    return isinstance(statement, ast.AnnAssign)
 
 
 Train: Any = with_recipe_flags(Options, "Train")

@@ -8,7 +8,7 @@ from typing import Any
 
 from mimicnorm.errors import RecipeError
 from mimicnorm.methods import METHODS, method
-from mimicnorm.training.recipes import Recipe, recipe
+from mimicnorm.training.recipes import RECIPES, Recipe, adapted
 
 DEFAULT_METHODS = "batchnorm,mimicnorm,nonorm,fixup"
 
@@ -65,19 +65,9 @@ def base_recipe(data: str = "digits", **changes: Any) -> Recipe:
         >>> base_recipe("cifar100", epochs=10, lr=None).milestones
         (5, 7, 9)
     """
-    base, paper = (
-        recipe("digits-resnet10" if data == "digits" else "cifar100-resnet18-desk"),
-        recipe("cifar100-resnet18"),
-    )
+    base = RECIPES["digits-resnet10" if data == "digits" else "cifar100-resnet18-desk"]
     given = {name: value for name, value in changes.items() if value is not None}
-    epochs = given.get("epochs", base.epochs)
-    fitted = {
-        "data": data,
-        "milestones": tuple(round(m * epochs / paper.epochs) for m in paper.milestones),
-        "warmup_epochs": min(paper.warmup_epochs, epochs / 4),
-        "width": 1.0 if ":" in given.get("model", "") else base.width,  # other packages' networks have one width
-    }
-    return dataclasses.replace(base, **{**fitted, **given})  # pyrefly: ignore
+    return adapted(base, RECIPES["cifar100-resnet18"], data=data, **given)
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,9 @@ def applied(job: Job, source: Source) -> dict[str, dict[str, Any]]:
             refused.append(f"{contestant.label} cannot be applied to {job.recipe.model}: {reasons}")
             continue
         conversion = getattr(converted, "_mimicnorm", None)
-        planned = plan(bare, conversion.method if conversion else BatchNorm(), example=example, init=job.recipe.init)
+        planned = plan(
+            bare, conversion.method if conversion else BatchNorm(), example=example, init=job.recipe.starting
+        )
         done[contestant.label] = {
             "parameters": sum(p.numel() for p in converted.parameters()),
             "note": note(job, contestant),

@@ -32,7 +32,7 @@ def network(recipe: Recipe, source: Source) -> nn.Module:
     example = _example(source)
     if foreign:
         _require_logits(model, recipe.model, example[:2], source.classes)
-    report = convert_(model, chosen_method(recipe), example=example, init=recipe.init)
+    report = convert_(model, chosen_method(recipe), example=example, init=recipe.starting)
     drawn = {step.name for step in report.layers} if report.method.removes_norm else set()
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear) and name not in drawn and not foreign:

@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from mimicnorm.errors import MimicNormError
 from mimicnorm.training.recipes import Recipe
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 SECONDS_BETWEEN_LINES = 60.0
+
+
+def tell(text: str, *, error: bool = False) -> None:
+    """Print a line at once; if nobody reads the output any more (``| head -1``), the work goes on without it."""
+    try:
+        print(text, file=sys.stderr if error else sys.stdout, flush=True)
+    except BrokenPipeError:
+        silence()
+
+
+def silence() -> None:
+    """Send what is still to be printed nowhere: the reader of a pipe has gone."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BrokenPipeError:
+            with contextlib.suppress(OSError, ValueError):  # a stream that is no file has nothing to redirect
+                os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 class Progress:
@@ -75,7 +98,7 @@ class Progress:
         if self.bar is not None:
             self.bar.console.print(text, highlight=False, markup=False)
         else:
-            print(text, file=sys.stderr if error else sys.stdout, flush=True)
+            tell(text, error=error)
 
     def close(self) -> None:
         """Take the bar away."""

@@ -14,6 +14,12 @@ from typing import Literal
 
 from mimicnorm.errors import NameNotFoundError, RecipeError
 
+_WORDS = {
+    "init": ("auto", "theory", "calibrate", "none"),
+    "precision": ("fp32", "bf16", "fp16"),
+    "augment": ("standard", "light", "none"),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -25,7 +31,8 @@ class Recipe:
     """
 
     model: str
-    """A network of mimicnorm.models, timm:NAME, torchvision:NAME, or package.module:factory."""
+    """A network of mimicnorm.models, timm:NAME, torchvision:NAME, or package.module:factory, a function of the keywords
+    num_classes and in_channels."""
     data: str
     """digits, mnist, cifar10, cifar100, imagenet, or folder:PATH (folders train and val of class folders)."""
     method: str = "mimicnorm"
@@ -33,7 +40,7 @@ class Recipe:
     settings: tuple[str, ...] = ()
     """Settings of the method as NAME=VALUE, such as residual=linear min_fan_in=50."""
     init: str = "auto"
-    """Starting weights of converted layers: auto, theory or calibrate."""
+    """Starting weights of converted layers: auto, theory, calibrate, or none (as the network's maker drew them)."""
     width: float = 1.0
     """Multiplies the network's channels. Below 1, min_fan_in (of methods that centre weights, unless in settings) is
     multiplied, too: layers that are centred at full width stay so."""
@@ -94,12 +101,20 @@ class Recipe:
                 most = 2**63 if whole else math.inf  # a seed has 64 bits
                 if not least <= value < most or (name in positive and value == 0):
                     bound = "above 0" if name in positive else f"at least {least}"
-                    raise RecipeError(f"{name}={value}: it must be {bound} and finite")
+                    top = "below 2^63" if whole else "finite"
+                    raise RecipeError(f"{name}={value}: it must be {bound} and {top}")
+        if self.momentum >= 1:
+            raise RecipeError(f"momentum={self.momentum}: it must be below 1, or no gradient is ever forgotten")
         if any(epoch < 0 for epoch in self.milestones):
             raise RecipeError(f"milestones={self.milestones}: epochs are counted from 0")
-        for name, known in (("precision", ("fp32", "bf16", "fp16")), ("augment", ("standard", "light", "none"))):
+        for name, known in _WORDS.items():
             if getattr(self, name) not in known:
                 raise RecipeError(f"{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
+
+    @property
+    def starting(self) -> str | None:
+        """Its init as the converter takes it."""
+        return None if self.init == "none" else self.init
 
     def as_dict(self) -> dict:
         """Plain data, as JSON gives it back."""
@@ -117,11 +132,31 @@ def _imagenet(model: str, **changes: object) -> Recipe:
     return Recipe(model=model, **{**fixed, **changes})  # pyrefly: ignore
 
 
-def _desk(paper: Recipe, epochs: int, **changes: object) -> Recipe:
+def adapted(base: Recipe, paper: Recipe, **changes: object) -> Recipe:
+    """A recipe with some fields changed, and with what follows from them where it is not given.
+
+    The schedule is that of ``paper``, its milestones in proportion to the epochs and its warm-up at most a quarter of
+    them; networks of other packages have one width.
+    """
+    chosen = dataclasses.replace(base, **changes)  # pyrefly: ignore
+    late = [epoch for epoch in chosen.milestones if epoch >= chosen.epochs]
+    if "milestones" in changes and late:
+        raise RecipeError(
+            f"milestones={chosen.milestones}: the {chosen.epochs} epochs are counted from 0 and never reach {late[0]}. "
+            "Give smaller ones, or none: then the recipe's own are taken, in proportion to the epochs"
+        )
+    scaled = (round(epoch * chosen.epochs / paper.epochs) for epoch in paper.milestones)
+    follows = {
+        "milestones": tuple(epoch for epoch in scaled if epoch < chosen.epochs),
+        "warmup_epochs": min(paper.warmup_epochs, chosen.epochs / 4),
+        "width": 1.0 if ":" in chosen.model else chosen.width,
+    }
+    return dataclasses.replace(chosen, **{k: v for k, v in follows.items() if k not in changes})  # pyrefly: ignore
+
+
+def _desk(paper: Recipe) -> Recipe:
     """A narrow network and few epochs, the milestones in proportion: minutes on two cores."""
-    milestones = tuple(round(m * epochs / paper.epochs) for m in paper.milestones)
-    scaled = {"epochs": epochs, "milestones": milestones, "width": 0.25, "batch": 128, "classifier_variance": 1 / 3}
-    return dataclasses.replace(paper, **{**scaled, **changes})  # pyrefly: ignore
+    return adapted(paper, paper, epochs=12, width=0.25, batch=128, classifier_variance=1 / 3)
 
 
 def _digits(model: str) -> Recipe:
@@ -134,7 +169,7 @@ def _all() -> dict[str, Recipe]:
     names = ("vgg11", "vgg16", "resnet18", "resnet50", "squeezenet", "shufflenetv2")
     known = {f"cifar100-{name}": _cifar100(name) for name in names}
     known["cifar100-resnet50"] = _cifar100("resnet50", batch=128)
-    known |= {f"{name}-desk": _desk(paper, 12) for name, paper in known.items()}
+    known |= {f"{name}-desk": _desk(paper) for name, paper in known.items()}
     # The authors train ShuffleNetV2 for 200 epochs; its milestones are not given and stand in proportion here.
     longer = {"epochs": 200, "milestones": (67, 133, 189), "augment": "light"}
     for name in ("vgg16", "resnet18", "resnet50", "resnet101"):
@@ -149,14 +184,14 @@ RECIPES: dict[str, Recipe] = _all()
 
 
 def recipe(name: str, **changes: object) -> Recipe:
-    """A recipe by its name, with some fields changed.
+    """A recipe by its name, with some fields changed; its schedule follows the epochs unless it is given, too.
 
     Example:
-        >>> recipe("cifar100-resnet50", epochs=3).batch
-        128
+        >>> recipe("cifar100-resnet50", epochs=30).milestones
+        (16, 22, 27)
     """
     if name not in RECIPES:
         near = difflib.get_close_matches(name, RECIPES, n=3, cutoff=0.4)
         hint = f"Near ones: {', '.join(near)}" if near else f"Known: {', '.join(RECIPES)}"
         raise NameNotFoundError(f"there is no recipe {name!r}. {hint}")
-    return dataclasses.replace(RECIPES[name], **changes)  # pyrefly: ignore
+    return adapted(RECIPES[name], RECIPES[name.removesuffix("-desk")], **changes)

@@ -1,0 +1,13 @@
+"""Where tables are printed."""
+
+from __future__ import annotations
+
+import rich.console
+
+
+class Console(rich.console.Console):
+    """Rich's console, but a closed pipe is left to ``main`` like that of a plain print."""
+
+    def on_broken_pipe(self) -> None:
+        """Say that nobody reads."""
+        raise BrokenPipeError
