@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -199,3 +200,57 @@ def test_what_the_width_changed_is_said_and_other_defaults_need_another_folder(c
     (out / "compare.json").write_text(json.dumps(data))
     with pytest.raises(MimicNormError, match=r"another mimicnorm: min_fan_in was 50 and is 6.*--out"):
         run(small.job(), out, progress=False)
+
+
+def test_methods_that_are_left_out_are_named_and_come_back(compared, tmp_path, capsys, monkeypatch):
+    out = tmp_path / "fewer"
+    shutil.copytree(compared[0], out)
+    monkeypatch.setattr(Trainer, "step", lambda *_: pytest.fail("a step was taken"))
+    run(small.job("batchnorm,nonorm:1", rounds=0), out)
+    assert f"left out this time: mimicnorm. Their runs stay in {out} and come back" in capsys.readouterr().out
+    again = run(small.job(rounds=0), out, progress=False)
+    assert [m["runs"] for m in again["methods"]] == [m["runs"] for m in compared[1]["methods"]]
+
+
+def test_other_rounds_are_timed_anew_and_the_page_stays_whole_meanwhile(compared, tmp_path, monkeypatch):
+    out = tmp_path / "rounds"
+    shutil.copytree(compared[0], out)
+    seen = []
+
+    def times(job, *_):
+        seen.append((job.rounds, json.loads((out / "compare.json").read_text())))
+        return {}
+
+    monkeypatch.setattr(sys.modules["mimicnorm.compare.run"], "times", times)
+    run(small.job(), out, progress=False)
+    assert not seen
+    run(small.job(rounds=9), out, progress=False)
+    (rounds, meanwhile), *more = seen
+    assert (rounds, more) == (9, [])
+    for before, now in zip(compared[1]["methods"], meanwhile["methods"], strict=True):
+        assert (now["runs"], now["accuracy"]) == (before["runs"], before["accuracy"])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda data: data.pop("methods"), "'methods' is missing"),
+        (lambda data: data.update(schema=7), "schema 7"),
+        (lambda data: data["methods"][0].pop("plan"), "'plan' is missing"),
+    ],
+)
+def test_a_spoilt_json_is_one_sentence(compared, tmp_path, spoil, says):
+    data = json.loads((compared[0] / "compare.json").read_text())
+    spoil(data)
+    (tmp_path / "compare.json").write_text(json.dumps(data))
+    with pytest.raises(MimicNormError, match=rf"compare.json cannot be read \(.*{says}.*--out"):
+        run(small.job(), tmp_path, progress=False)
+
+
+def test_training_processes_do_not_hear_ctrl_c():
+    with runs._deaf_to_ctrl_c():
+        code = "import signal, os; os.kill(os.getpid(), signal.SIGINT); print('deaf')"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "deaf\n"
+    with pytest.raises(KeyboardInterrupt), runs._deaf_to_ctrl_c():
+        os.kill(os.getpid(), signal.SIGINT)

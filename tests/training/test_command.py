@@ -45,3 +45,21 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, words, says):
     error = capsys.readouterr().err
     assert says in error
     assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["[1]", '{"status": "done", "step": 1, "odd": 2}', '{"status": "lost", "step": 1}'])
+def test_a_result_that_is_none_is_one_sentence(tmp_path, capsys, text):
+    (tmp_path / "result.json").write_text(text)
+    assert tiny.command(tmp_path) == 2
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'result.json'} " in error
+    assert len(error.splitlines()) == 1
+
+
+def test_a_refused_run_leaves_no_checkpoints_and_a_file_in_their_place_is_named(tmp_path, capsys):
+    out = tmp_path / "run"
+    assert tiny.command(out, "--method", "mimik") == 2
+    assert not (out / "checkpoints").exists()
+    (out / "checkpoints").write_text("")
+    assert tiny.command(out) == 2
+    assert f"cannot make the folder {out / 'checkpoints'}" in capsys.readouterr().err

@@ -17,13 +17,14 @@ from mimicnorm.compare.intervals import difference
 from mimicnorm.compare.job import Contestant, Job
 from mimicnorm.compare.largest_lr import largest_lr
 from mimicnorm.compare.measure import applied, memory_of, note, times
-from mimicnorm.compare.runs import folder_of, trained
+from mimicnorm.compare.runs import finished, folder_of, trained
 from mimicnorm.data import Source
 from mimicnorm.errors import CheckpointError, RecipeError
 from mimicnorm.training.checkpoint import write_atomically
 from mimicnorm.training.folder import Result
 from mimicnorm.training.loop import load
 from mimicnorm.training.processes import Processes, joined
+from mimicnorm.training.progress import tell
 
 SCHEMA = 1
 JSON, PAGE = "compare.json", "report.html"
@@ -61,19 +62,24 @@ def run(
         >>> run(job, "compared")["status"]  # doctest: +SKIP
         'done'
     """
-    say = print if progress else (lambda *_, **__: None)
+    say = tell if progress else _silent
     sources = load(job.recipe, data_dir)
     if job.recipe.batch > len(sources[0]):
         raise RecipeError(f"batch={job.recipe.batch} is more than the {len(sources[0])} training images: give less")
     before = _earlier(job, Path(out))
     named = [f"{c.label} ({about})" if (about := note(job, c)) else c.label for c in job.contestants]
-    say(f"{job.recipe.model} on {job.recipe.data}: applying {', '.join(named)}", flush=True)
+    say(f"{job.recipe.model} on {job.recipe.data}: applying {', '.join(named)}")
     methods = applied(job, sources[0])
     _require_same_methods(methods, before, Path(out))
+    left = [e["label"] for e in before["methods"] if e["label"] not in methods]
+    if left:
+        say(f"left out this time: {', '.join(left)}. Their runs stay in {out} and come back when they are named again")
     with joined(device) as processes:
         data = _start(job, sources, processes, methods, before)
+        for contestant, seed, result in finished(job, Path(out)):  # a page that was whole stays so meanwhile
+            _add(data, contestant, seed, result)
         _write(data, Path(out))  # a folder that cannot be written is known before the work
-        say("predicting memory, timing steps", flush=True)
+        say("predicting memory, timing steps")
         _measure(job, data, sources[0], processes, before)
         _write(data, Path(out))
         if jobs == 0:
@@ -87,12 +93,16 @@ def run(
         else:
             for contestant, entry in zip(job.contestants, data["methods"], strict=True):
                 if job.largest_lr and entry["largest_lr"] is None:
-                    say(f"{contestant.label}: looking for the largest stable learning rate", flush=True)
+                    say(f"{contestant.label}: looking for the largest stable learning rate")
                     entry["largest_lr"] = largest_lr(job, contestant, sources[0], processes)
                     _write(data, Path(out))
             data["status"] = "done"
     _write(data, Path(out))
     return data
+
+
+def _silent(_: str) -> None:
+    """Say nothing."""
 
 
 def _earlier(job: Job, out: Path) -> dict[str, Any]:
@@ -103,8 +113,13 @@ def _earlier(job: Job, out: Path) -> dict[str, Any]:
     try:
         before = json.loads(path.read_text())
         was, now = dict(before["settings"]), job.settings()
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): use another folder with --out") from error
+        if before["schema"] != SCHEMA:
+            raise ValueError(f"it has schema {before['schema']!r}, not {SCHEMA}")
+        for entry in before["methods"]:  # all that is read of it later
+            _ = dict(entry["plan"]["method"]), [entry[key] for key in ("label", "time", "largest_lr")]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        reason = f"{error} is missing" if isinstance(error, KeyError) else error
+        raise CheckpointError(f"{path} cannot be read ({reason}): use another folder with --out") from error
     changed = [f"{k} was {was.get(k)!r} and is {now[k]!r}" for k in now if was.get(k) != now[k]]
     if changed:
         raise RecipeError(
@@ -138,6 +153,7 @@ def _start(
         "schema": SCHEMA,
         "status": "running",
         "command": job.command,
+        "rounds": job.rounds or before.get("rounds", 0),
         "settings": job.settings(),
         "data": {
             "train": len(train_set),
@@ -183,7 +199,8 @@ def _measure(job: Job, data: dict[str, Any], source: Source, processes: Processe
             for what, ratio in (("saved_bytes_per_image", "saved_ratio"), ("peak_bytes", "peak_ratio")):
                 entry["memory"][ratio] = entry["memory"][what] / first[what]
     timed = {entry["label"]: entry["time"] for entry in before["methods"] if entry["time"]}
-    if list(timed) != [entry["label"] for entry in data["methods"]]:  # only times of one session are comparable
+    same = list(timed) == [entry["label"] for entry in data["methods"]]  # only times of one session are comparable
+    if not same or data["rounds"] != before.get("rounds", data["rounds"]):
         timed = times(job, source, processes) if job.rounds else {}
     for entry in data["methods"]:
         entry["time"] = timed.get(entry["label"])
@@ -193,6 +210,7 @@ def _add(data: dict[str, Any], contestant: Contestant, seed: int, result: Result
     """Enter a finished run, and what all runs of its method say together."""
     entry = next(e for e in data["methods"] if e["label"] == contestant.label)
     history = [{k: line.get(k) for k in _SHOWN} for line in result.history]
+    entry["runs"] = [run for run in entry["runs"] if run["seed"] != seed]
     entry["runs"].append(
         {
             "seed": seed,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import multiprocessing
 import multiprocessing.connection
@@ -20,8 +21,9 @@ import torch
 from mimicnorm.compare.job import Contestant, Job
 from mimicnorm.data import Source
 from mimicnorm.errors import CheckpointError
-from mimicnorm.training.folder import Result
+from mimicnorm.training.folder import Result, RunFolder
 from mimicnorm.training.loop import train
+from mimicnorm.training.progress import tell
 from mimicnorm.training.recipes import Recipe
 
 Finished = tuple[Contestant, int, Result]
@@ -33,6 +35,15 @@ def folder_of(contestant: Contestant, seed: int) -> str:
     return f"{contestant.label}-seed{seed}"
 
 
+def finished(job: Job, out: Path) -> Iterator[Finished]:
+    """The runs that ended in an earlier call."""
+    for contestant, seed in job.runs():
+        folder = out / folder_of(contestant, seed)
+        result = RunFolder(folder).begin(job.run_recipe(contestant, seed)) if folder.exists() else None
+        if result is not None:
+            yield contestant, seed, result
+
+
 def trained(
     job: Job,
     out: Path,
@@ -40,7 +51,7 @@ def trained(
     data_dir: str | Path | None,
     device: str,
     jobs: int,
-    say: Callable[..., None],
+    say: Callable[[str], None],
 ) -> Iterator[Finished]:
     """Train, or read, every run; the last one is "interrupted" if Ctrl-C or SIGTERM came."""
     runs = job.runs()
@@ -48,17 +59,17 @@ def trained(
         yield from _at_once(job, out, data_dir, device, jobs, say)
         return
     for number, (contestant, seed) in enumerate(runs, 1):
-        say(f"[{number}/{len(runs)}] {contestant.label}, seed {seed}", flush=True)
+        say(f"[{number}/{len(runs)}] {contestant.label}, seed {seed}")
         folder = out / folder_of(contestant, seed)
         recipe = job.run_recipe(contestant, seed)
-        result = train(recipe, folder, sources=sources, progress=say is print, device=device)
+        result = train(recipe, folder, sources=sources, progress=say is tell, device=device)
         yield contestant, seed, result
         if result.status == "interrupted":
             return
 
 
 def _at_once(
-    job: Job, out: Path, data_dir: str | Path | None, device: str, jobs: int, say: Callable[..., None]
+    job: Job, out: Path, data_dir: str | Path | None, device: str, jobs: int, say: Callable[[str], None]
 ) -> Iterator[Finished]:
     """A process of one thread per run: on few cores that is faster than one process with all threads.
 
@@ -68,24 +79,26 @@ def _at_once(
     threads = max(1, torch.get_num_threads() // jobs)
     start = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, start, initializer=_begin, initargs=(threads,)) as pool:
-        waiting = {
-            pool.submit(_train, job.run_recipe(c, seed), out / folder_of(c, seed), data_dir, device): (c, seed)
-            for c, seed in runs
-        }
-        pending, number = set(waiting), 0
+        number = 0
         before = signal.signal(signal.SIGTERM, _interrupt) if _in_main_thread() else None
         try:
+            with _deaf_to_ctrl_c():
+                waiting = {
+                    pool.submit(_train, job.run_recipe(c, seed), out / folder_of(c, seed), data_dir, device): (c, seed)
+                    for c, seed in runs
+                }
+            pending = set(waiting)
             while pending:
                 ended, pending = wait(pending, SECONDS_BETWEEN_LINES, FIRST_COMPLETED)
                 if not ended:
-                    say(_standing(job, out), flush=True)
+                    say(_standing(job, out))
                 for contestant, seed, result in ((*waiting[future], future.result()) for future in ended):
                     number += 1
                     if result.status != "interrupted":
-                        say(f"[{number}/{len(runs)}] {contestant.label}, seed {seed}: {_outcome(result)}", flush=True)
+                        say(f"[{number}/{len(runs)}] {contestant.label}, seed {seed}: {_outcome(result)}")
                     yield contestant, seed, result
         except KeyboardInterrupt as interrupt:
-            say("stopping: every run finishes its step and saves", flush=True)
+            say("stopping: every run finishes its step and saves")
             for child in multiprocessing.active_children():
                 child.terminate()
             yield *runs[0], Result("interrupted", 0, [], *(interrupt.args or (signal.SIGINT,)))
@@ -98,6 +111,22 @@ def _at_once(
             pool.shutdown(cancel_futures=True)
             if before is not None:
                 signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes that start here never see a Ctrl-C, which a terminal sends to all of them, not even while they import.
+
+    This process gets it at the end, and ends them by SIGTERM.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _in_main_thread() -> bool:

@@ -50,17 +50,32 @@ class RunFolder:
 
     def begin(self, recipe: Recipe) -> Result | None:
         """See that the folder is new or holds a run of this recipe; returns the result if the run is over."""
-        try:
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise CheckpointError(f"cannot make the folder {self.path}: {error.strerror}") from error
         for partial in (*self.path.glob(".*.partial"), *self.checkpoints.glob(".*.partial")):
             partial.unlink(missing_ok=True)  # a kill while writing
         if (self.path / "recipe.json").exists():
             self.require_same(recipe, self._read("recipe.json"))
         if (self.path / "result.json").exists():
-            return Result(**self._read("result.json"))
+            return self._result()
         return None
+
+    def _result(self) -> Result:
+        found = self._read("result.json")
+        try:
+            result = Result(**found)
+            if result.status not in ("done", "diverged") or any("top1" not in line for line in result.history):
+                raise TypeError(f"status {result.status!r}")
+            return result
+        except TypeError as error:
+            path = self.path / "result.json"
+            raise CheckpointError(f"{path} holds no result of a run ({error}). Use another folder") from error
+
+    def claim(self, recipe: Recipe) -> None:
+        """Write the recipe down, and make room for checkpoints: a run of it begins, or goes on, here."""
+        try:
+            self.checkpoints.mkdir(exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"cannot make the folder {self.checkpoints}: {error.strerror}") from error
+        self.write("recipe.json", recipe.as_dict())
 
     def require_same(self, recipe: Recipe, earlier: dict) -> None:
         """Refuse to resume a run of another recipe."""
@@ -113,7 +128,10 @@ class RunFolder:
 
     def _read(self, name: str) -> dict:
         try:
-            return json.loads((self.path / name).read_text())
+            found = json.loads((self.path / name).read_text())
+            if not isinstance(found, dict):
+                raise ValueError(f"it holds a {type(found).__name__}, not fields by name")
+            return found
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path / name} cannot be read: {error}. Use another folder") from error
 

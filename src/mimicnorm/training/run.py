@@ -171,7 +171,7 @@ class Run:
                 for text in damaged:
                     self.bar.say(f"{text}; going on from step {state['at']['step']} instead", error=True)
                 self.folder.cut(state.get("logs", {}))
-                self.folder.write("recipe.json", self.recipe.as_dict())  # not before: a mistake must not claim a folder
+                self.folder.claim(self.recipe)  # not before: a mistake must not claim a folder
         state = self.processes.from_main(state)
         if state:
             self.trainer.restore(tensors, state["scaler"])
