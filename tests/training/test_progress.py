@@ -62,4 +62,4 @@ def test_a_reader_that_went_away_stops_nothing(monkeypatch):
     with os.fdopen(writing, "w") as nobody, monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", nobody)
         told(Progress(tiny.recipe(), 7))
-        told(Progress(tiny.recipe(), 7))
+        print("what follows goes nowhere", flush=True)

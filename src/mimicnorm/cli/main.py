@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader has what it wants (| head -1): end as a C program would
         from mimicnorm.training.progress import silence
 
-        silence()
+        silence(sys.stdout)
         return 128 + 13
     except mendable as error:
         print(f"mimicnorm: {error}", file=sys.stderr)

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from mimicnorm.errors import MimicNormError
 from mimicnorm.training.recipes import Recipe
@@ -20,22 +20,17 @@ SECONDS_BETWEEN_LINES = 60.0
 
 def tell(text: str, *, error: bool = False) -> None:
     """Print a line at once; if nobody reads the output any more (``| head -1``), the work goes on without it."""
+    stream = sys.stderr if error else sys.stdout
     try:
-        print(text, file=sys.stderr if error else sys.stdout, flush=True)
+        print(text, file=stream, flush=True)
     except BrokenPipeError:
-        silence()
+        silence(stream)
 
 
-def silence() -> None:
+def silence(stream: TextIO) -> None:
     """Send what is still to be printed nowhere: the reader of a pipe has gone."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            stream.flush()
-        except BrokenPipeError:
-            with contextlib.suppress(OSError, ValueError):  # a stream that is no file has nothing to redirect
-                os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    with contextlib.suppress(OSError, ValueError), open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), stream.fileno())
 
 
 class Progress:
