@@ -59,6 +59,13 @@ def test_a_factory_of_the_users_own(capsys, tmp_path, monkeypatch):
         (["convert", "torchvision:resnet18", "--head", "nowhere"], "head= names no module"),
         (["memory", "torchvision:resnet18", "--budget", "lots"], "lots"),
         (["theory", "figure", "nothing"], "choose one of"),
+        (["theory", "figure", "phase", "--out", ""], "cannot draw to"),
+        (["theory", "figure", "phase", "--out", "/no/such/place/a.png"], "there is no directory"),
+        (["theory", "doctor", "resnet10", "--plot", "a.xyz"], "no figure format"),
+        (["theory", "check", "--seed", "9" * 20], "--seed must be at least 0 and below 2^63"),
+        (["theory", "figure", "phase", "--seed", "-1"], "--seed must be at least 0"),
+        (["convert", "resnet10", "--init", "None"], "use one of auto, theory, calibrate, none"),
+        *((words, "the shape is empty") for words in (["convert", "mlp10", "--shape"], ["memory", "mlp10", "--shape"])),
     ],
 )
 def test_mistakes_get_one_sentence_and_exit_code_2(words, says, capsys):

@@ -18,6 +18,7 @@ def mine(tmp_path, monkeypatch):
         "from torch import nn\n"
         "def plain():\n    return nn.Linear(4, 2)\n"
         "def full(num_classes=5, in_channels=3):\n    return nn.Conv2d(in_channels, num_classes, 1)\n"
+        "def required(num_classes, in_channels):\n    return nn.Conv2d(in_channels, num_classes, 1)\n"
         "ready = nn.Linear(3, 7)\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -66,3 +67,17 @@ def test_own_names_work_on_the_command_line(capsys):
     assert "10 BatchNorms (10 removed" in capsys.readouterr().out
     assert main(["theory", "doctor", "resnet10", "--input", "cifar", "--width", "0.25", "--batch", "2"]) == 0
     assert "layer4.0.conv2" in capsys.readouterr().out
+
+
+def test_a_file_beside_the_user_hides_nothing_of_pythons(tmp_path, monkeypatch):
+    (tmp_path / "colorsys.py").write_text("net = None\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    with pytest.raises(NameNotFoundError, match=r"colorsys \(.*colorsys\.py\) has no 'net'"):
+        models.find("colorsys:net")
+
+
+def test_what_a_factory_must_take_is_said_and_may_be_required(mine, tmp_path):
+    with pytest.raises(MimicNormError, match="takes the keywords num_classes and in_channels"):
+        models.find("mynets:plain", num_classes=2)
+    assert models.find("mynets:required", num_classes=2, in_channels=1).weight.shape == (2, 1, 1, 1)

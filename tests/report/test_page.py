@@ -121,3 +121,20 @@ def test_more_methods_than_colours():
     many = comparison()
     many["methods"] = many["methods"][:1] * 12
     assert "c9" not in {c for _, a in Parsed(page(many)).attributes for c in (a.get("class") or "").split()}
+
+
+def test_what_is_not_equal_is_said(data):
+    assert "number of steps) is equal.</p>" in page(data)
+    unequal = comparison()
+    unequal["methods"][3]["plan"]["method"] = {"name": "fixup"}
+    assert "(scalars) of fixup learn at 0.1 times the rate, as its authors prescribe.</p>" in page(unequal)
+    unequal["settings"]["scalar_rate"] = 1.0
+    assert "number of steps) is equal.</p>" in page(unequal)
+
+
+def test_wide_tables_scroll_and_say_so(parsed, data):
+    inside = [attributes.get("class") for tag, attributes in parsed.attributes if tag in ("div", "table", "p")]
+    before_tables = [inside[at - 1] for at, name in enumerate(inside) if name is None and inside[at - 1] == "scroll"]
+    assert len(before_tables) >= len(parsed.tables)
+    assert "scroll it sideways" in page(data)
+    assert "in the JSON file beside it" in page(data)

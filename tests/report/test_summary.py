@@ -23,7 +23,7 @@ def test_cells_say_what_the_numbers_say():
 def test_a_single_seed_is_compared_without_an_interval():
     data = comparison()
     data["methods"][1]["accuracy"]["difference"] = None
-    assert rows(data)[1][2] == "+2.50"
+    assert rows(data)[1][2] == "+2.50\n(one seed)"
 
 
 def test_columns_without_content_are_left_out():

@@ -35,3 +35,24 @@ def test_mistakes_are_named(tmp_path):
         Figure("correlations", inputs="data.parquet").run()
     with pytest.raises(TheoryError, match="at least 2, not 1"):
         Doctor("timm:resnet18", batch=1).run()
+
+
+def test_names_of_layers_are_whole_at_80_columns(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    Doctor("resnet50", input="cifar", width=0.125, batch=2).run()
+    out = capsys.readouterr().out
+    assert all(f"layer1.0.conv{number} " in out for number in (1, 2, 3))
+    assert "…" not in out
+    assert out.count("before") == 4  # in the title and above each quantity
+
+
+def test_the_doctor_takes_networks_of_ones_own(capsys, tmp_path, monkeypatch):
+    (tmp_path / "mywaves.py").write_text(
+        "from torch import nn\n"
+        "def net():\n    return nn.Sequential(nn.Conv1d(2, 8, 30), nn.BatchNorm1d(8), nn.ReLU(), nn.Conv1d(8, 3, 1))\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    Doctor("mywaves:net", shape=(4, 2, 64), head="3").run()
+    assert "before and after mimicnorm" in capsys.readouterr().out
+    with pytest.raises(TheoryError, match="first number of --shape must be at least 2, not 1"):
+        Doctor("mywaves:net", shape=(1, 2, 64)).run()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ pytest.importorskip("matplotlib")
 
 @pytest.mark.parametrize("name", ["transitions", "correlations", "residual", "phase"])
 def test_figures_are_small_pngs(name, tmp_path):
-    path = tmp_path / "deep" / f"{name}.png"
+    path = tmp_path / f"{name}.png"
     figures.draw(name, path, seed=1)
     data = path.read_bytes()
     assert data.startswith(b"\x89PNG")
@@ -46,7 +48,29 @@ def test_every_name_has_a_drawer_and_others_are_refused(tmp_path):
     assert figures.NAMES == ("distributions", "transitions", "correlations", "ntk", "residual", "phase")
     with pytest.raises(TheoryError, match="choose one of distributions"):
         figures.draw("cobweb", tmp_path / "x.png")
-    with pytest.raises(TheoryError, match="no figure format"):
+    with pytest.raises(TheoryError, match=r"'\.xyz' is no figure format"):
         figures.draw("ntk", tmp_path / "x.xyz")
     with pytest.raises(TheoryError, match="two finite samples"):
         figures.draw("correlations", tmp_path / "x.png", inputs=torch.full((4, 3), torch.nan))
+
+
+def test_a_folder_that_is_not_there_is_said_before_the_work(tmp_path, monkeypatch):
+    monkeypatch.setitem(figures._DRAWERS, "phase", lambda **_: pytest.fail("it was drawn"))
+    with pytest.raises(TheoryError, match="there is no directory"):
+        figures.draw("phase", tmp_path / "deep" / "phase.png")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk_is_said_with_the_files_name_and_leaves_the_old_picture(tmp_path, monkeypatch):
+    path = tmp_path / "phase.png"
+    path.write_text("the old one")
+
+    def full(self, data):
+        self.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(TheoryError, match=r"cannot write .*phase\.png: No space left on device"):
+        figures.draw("phase", path)
+    assert [p.name for p in tmp_path.iterdir()] == ["phase.png"]
+    assert path.read_text() == "the old one"

@@ -47,6 +47,14 @@ def test_mistakes_are_one_sentence(tmp_path, capsys, words, says):
     assert len(error.splitlines()) == 1
 
 
+def test_networks_of_ones_own_have_one_width(tmp_path, monkeypatch):
+    monkeypatch.setattr(tiny.loop, "load", lambda *_: tiny.SOURCES)
+    out = tmp_path / "run"
+    words = ["--model", "tiny:net", "--epochs", "1", "--batch", "8", "--init", "none", "--out", str(out)]
+    assert main(["train", "digits-resnet10", *words]) == 0
+    assert json.loads((out / "recipe.json").read_text())["width"] == 1.0
+
+
 @pytest.mark.parametrize("text", ["[1]", '{"status": "done", "step": 1, "odd": 2}', '{"status": "lost", "step": 1}'])
 def test_a_result_that_is_none_is_one_sentence(tmp_path, capsys, text):
     (tmp_path / "result.json").write_text(text)

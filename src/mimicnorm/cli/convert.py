@@ -38,15 +38,19 @@ class Convert:
     def run(self) -> None:
         """Plan, measure before and after, print."""
         from mimicnorm import memory
+        from mimicnorm.errors import InitError
         from mimicnorm.methods import method
         from mimicnorm.models import find
-        from mimicnorm.models.lookup import image_size
+        from mimicnorm.models.lookup import input_shape
         from mimicnorm.planning import plan
         from mimicnorm.surgery import convert
+        from mimicnorm.training.recipes import INITS
 
+        if self.init not in INITS:
+            raise InitError(f"--init {self.init!r} is not known: use one of {', '.join(INITS)}")
         chosen = method(self.method)
         model = find(self.model, input=self.input, width=self.width, image=self.image)
-        shape = self.shape or (self.batch, *image_size(model, self.image))
+        shape = input_shape(model, batch=self.batch, image=self.image, shape=self.shape)
         planned = plan(model, chosen, example=shape, head=self.head, init=None if self.init == "none" else self.init)
         planned.require()
         if not self.json:

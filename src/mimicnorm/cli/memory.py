@@ -50,7 +50,7 @@ class Memory:
         from mimicnorm.memory.step import OPTIMIZERS
         from mimicnorm.methods import method
         from mimicnorm.models import find
-        from mimicnorm.models.lookup import image_size
+        from mimicnorm.models.lookup import input_shape
 
         chosen = None
         if self.methods is not None:
@@ -64,7 +64,7 @@ class Memory:
             refuse_unwritable(self.plot)
         budget = memory.parse_bytes(self.budget) if self.budget is not None else None
         model = find(self.model, input=self.input, width=self.width, image=self.image)
-        shape = self.shape or (self.batch, *image_size(model, self.image))
+        shape = input_shape(model, batch=self.batch, image=self.image, shape=self.shape)
         optimizer = None if self.optimizer == "none" else self.optimizer
         comparison = memory.compare(model, shape, chosen, optimizer=optimizer, budget=budget, fake=self.fake)
         if self.plot is not None:

@@ -54,7 +54,10 @@ class Figure:
         """Draw and say where."""
         from mimicnorm.theory import figures
 
-        path = self.out or f"theory-{self.name}.png"
+        _require_seed(self.seed)
+        path = f"theory-{self.name}.png" if self.out is None else self.out
+        if self.name in figures.NAMES:
+            figures.require_picture(path)  # before data are fetched
         inputs = None if self.inputs is None else _samples(self.inputs, self.data_dir)
         figures.draw(self.name, path, inputs=inputs, seed=self.seed)
         print(f"wrote {path}")
@@ -71,6 +74,7 @@ class Check:
         """Run every check with its default settings."""
         from mimicnorm.theory import Transition, montecarlo
 
+        _require_seed(self.seed)
         checks = (
             montecarlo.dual_activation,
             montecarlo.lemma1,
@@ -100,6 +104,10 @@ class Doctor:
     """Stem of a network of this package: imagenet (224 px), or cifar (32 px), without stride."""
     width: float | None = None
     """Multiplies the channels of a network of this package."""
+    shape: tuple[int, ...] | None = None
+    """The whole input shape, batch first, for inputs that are no square images."""
+    head: str | None = None
+    """Qualified name of the module that makes the logits."""
     batch: int = 8
     """Samples of noise to send through."""
     plot: str | None = None
@@ -109,23 +117,29 @@ class Doctor:
 
     def run(self) -> None:
         """Propagate one batch of noise through both networks, layer by layer."""
+        from rich import box
         from rich.table import Table
 
         from mimicnorm.cli.console import Console
         from mimicnorm.example import call_arguments
         from mimicnorm.methods import method
         from mimicnorm.models import find
-        from mimicnorm.models.lookup import image_size
+        from mimicnorm.models.lookup import input_shape
         from mimicnorm.surgery import convert
-        from mimicnorm.theory import TheoryError, doctor
+        from mimicnorm.theory import TheoryError, doctor, figures
 
-        if self.batch < 2:
-            raise TheoryError(f"--batch must be at least 2, not {self.batch}: a correlation needs two samples.")
+        samples = self.shape[0] if self.shape else self.batch
+        if samples < 2:
+            flag = "the first number of --shape" if self.shape else "--batch"
+            raise TheoryError(f"{flag} must be at least 2, not {samples}: a correlation needs two samples.")
+        if self.plot is not None:
+            figures.require_picture(self.plot)
         chosen = method(self.method)
         model = find(self.model, input=self.input, width=self.width, image=self.image)
-        (x,), _ = call_arguments(model, (self.batch, *image_size(model, self.image)))
+        shape = input_shape(model, batch=self.batch, image=self.image, shape=self.shape)
+        (x,), _ = call_arguments(model, shape)
         signals = {"before": doctor.propagate(model, x)}
-        signals[chosen.name] = doctor.propagate(convert(model, chosen, example=x), x)
+        signals[chosen.name] = doctor.propagate(convert(model, chosen, example=x, head=self.head), x)
         if self.plot is not None:
             doctor.plot({name: s.weight_layers() for name, s in signals.items()}, self.plot)
         if self.json:
@@ -133,9 +147,12 @@ class Doctor:
             print()
             return
         before, after = (_by_use(s.weight_layers().layers) for s in signals.values())
-        table = Table(title=f"{self.model}: before | {chosen.name}")
-        for heading in ("layer", "variance", "", "correlation", "", "gradient", ""):
-            table.add_column(heading, justify="left" if heading == "layer" else "right")
+        title = f"{self.model}: before and after {chosen.name}"
+        table = Table(title=title, box=box.SIMPLE, pad_edge=False, collapse_padding=True)
+        table.add_column("layer", overflow="fold")  # cut short, names that differ at the end would look alike
+        for quantity in ("variance", "corre-\nlation", "gradient"):
+            for when in ("before", "after"):
+                table.add_column(f"{quantity}\n{when}", justify="right", no_wrap=True)
         for use, a in before.items():
             b = after.get(use)  # a head with its own LastNorm is a leaf no more
             cells = [a.name]
@@ -143,6 +160,13 @@ class Doctor:
                 cells += [f"{getattr(a, quantity):.3g}", "" if b is None else f"{getattr(b, quantity):.3g}"]
             table.add_row(*cells)
         Console().print(table)
+
+
+def _require_seed(seed: int) -> None:
+    from mimicnorm.theory import TheoryError
+
+    if not 0 <= seed < 2**63:
+        raise TheoryError(f"--seed must be at least 0 and below 2^63, not {seed}.")
 
 
 def _samples(path: str, data_dir: str | None) -> torch.Tensor:

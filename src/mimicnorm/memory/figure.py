@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from mimicnorm.errors import MemoryPredictionError
@@ -10,6 +11,7 @@ from mimicnorm.memory.analysis import Analysis
 from mimicnorm.memory.comparison import Comparison
 from mimicnorm.memory.tracker import CATEGORIES
 from mimicnorm.memory.units import format_bytes
+from mimicnorm.theory import figures
 
 _COLOURS = {
     "parameters": "#4c5c78",
@@ -29,9 +31,6 @@ def plot(what: Analysis | Comparison | Mapping[str, Analysis], path: str | Path)
     Example:
         >>> plot(compare(model, (256, 3, 224, 224)), "memory.png")  # doctest: +SKIP
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     refuse_unwritable(path)
     if isinstance(what, Comparison):
         what = what.analyses
@@ -39,37 +38,39 @@ def plot(what: Analysis | Comparison | Mapping[str, Analysis], path: str | Path)
     unit = 2**30 if max(a.peak_bytes for a in analyses.values()) >= 2**30 else 2**20
     columns = min(len(analyses), 3)
     rows = -(-len(analyses) // columns)
-    figure = Figure(figsize=(1.5 + 4 * columns, 0.4 + 3.4 * rows), layout="constrained")
-    FigureCanvasAgg(figure)
-    grid = figure.subplots(rows, columns, sharey=True, squeeze=False)
+    figure, grid = figures.canvas(rows, columns, 1.5 + 4 * columns, 0.4 + 3.4 * rows, sharey=True)
     panels = list(grid.flat)
     for panel, (name, analysis) in zip(panels, analyses.items(), strict=False):
         _draw(panel, analysis, unit)
         panel.set_title(f"{name}  batch {analysis.batch}".strip(), fontsize=10, pad=16)
     for empty in panels[len(analyses) :]:
         empty.set_visible(False)
-    for first in grid[:, 0]:
+    for first in panels[::columns]:
         first.set_ylabel("GiB alive" if unit == 2**30 else "MiB alive")
     figure.supxlabel("operations of one training step", fontsize=10)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
+    with _as_ours():
+        figures.save(figure, path, dpi=150, palette=None)
 
 
 def refuse_unwritable(path: str | Path) -> None:
     """Say what is wrong with the name of a file for a picture, before the picture is made.
 
     Raises:
-        MemoryPredictionError: The directory does not exist, or the ending is of no image format.
+        MemoryPredictionError: The directory does not exist, the ending is of no image format, or matplotlib is missing.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    with _as_ours():
+        figures.require_picture(path)
 
-    path = Path(path)
-    endings = FigureCanvasAgg.get_supported_filetypes()
-    if path.suffix[1:].lower() not in endings:
-        raise MemoryPredictionError(f"cannot draw to {str(path)!r}: end the name in one of .{', .'.join(endings)}")
-    if not path.parent.is_dir():
-        raise MemoryPredictionError(f"cannot draw to {str(path)!r}: there is no directory {str(path.parent)!r}")
+
+@contextmanager
+def _as_ours() -> Iterator[None]:
+    """What the theory's figures say of a picture's name, as an error of this package."""
+    try:
+        yield
+    except figures.TheoryError as error:
+        raise MemoryPredictionError(str(error)) from error
 
 
 def _draw(panel, analysis: Analysis, unit: int) -> None:
@@ -98,4 +99,3 @@ def _draw(panel, analysis: Analysis, unit: int) -> None:
     panel.set_xlim(0, len(timeline))
     panel.margins(y=0.12)
     panel.set_xticks([])
-    panel.spines[["top", "right"]].set_visible(False)

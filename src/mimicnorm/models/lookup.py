@@ -30,7 +30,7 @@ def find(
     """Build the model that a spec names, with random weights.
 
     What is given is passed on: all of it to the networks of this package (see `build`), the number of classes and of
-    channels to timm's, torchvision's and a factory of your own. What a model cannot take is an error.
+    channels to timm's, torchvision's and a factory of your own, as keywords. What a model cannot take is an error.
 
     Example:
         >>> find("torch.nn:Identity")
@@ -67,6 +67,13 @@ def find(
     return _from_factory(spec, source, name, arguments)
 
 
+def input_shape(model: Any, *, batch: int, image: int | None, shape: tuple[int, ...] | None) -> tuple[int, ...]:
+    """The shape of an example: all of it if given, else a batch of the images that the model takes."""
+    if shape is not None and not shape:
+        raise MimicNormError("the shape is empty: give the numbers, batch first, as in --shape 8 3 224 224")
+    return shape or (batch, *image_size(model, image))
+
+
 def image_size(model: Any, given: int | None) -> tuple[int, int, int]:
     """(channels, height, width) of an input: what was asked for, else what the model says, else 3 x 224 x 224."""
     channels, height, width = (getattr(model, "default_cfg", None) or {}).get("input_size", (3, 224, 224))
@@ -101,7 +108,7 @@ def _named(spec: str, name: str, known: list[str], build: Any) -> Any:
 def _from_factory(spec: str, module_name: str, attribute: str, arguments: dict[str, int]) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.insert(0, here)  # as `python -m` does: a module beside the user is found
+        sys.path.append(here)  # a module beside the user is found, but none of them hides one of Python's own
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
@@ -111,21 +118,22 @@ def _from_factory(spec: str, module_name: str, attribute: str, arguments: dict[s
     if not hasattr(module, attribute):
         near = difflib.get_close_matches(attribute, dir(module), n=3)
         hint = f" Near ones: {', '.join(near)}." if near else ""
-        raise NameNotFoundError(f"{spec!r}: module {module_name} has no {attribute!r}.{hint}")
+        which = getattr(module, "__file__", None) or "built in"  # perhaps not the one that was meant
+        raise NameNotFoundError(f"{spec!r}: module {module_name} ({which}) has no {attribute!r}.{hint}")
     factory = getattr(module, attribute)
     if not isinstance(factory, type) and hasattr(factory, "parameters"):
         return copy.deepcopy(factory)  # a model that is there already; every call gives a fresh one
-    try:
-        inspect.signature(factory).bind()
-    except (TypeError, ValueError) as error:
-        raise MimicNormError(f"{spec!r} cannot be called without arguments: {error}") from error
     if arguments.get("in_channels") == 3:
         arguments = _accepted(factory, arguments)  # three channels are what most networks take anyway
     try:
         inspect.signature(factory).bind(**arguments)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         wanted = ", ".join(f"{key}={value}" for key, value in arguments.items())
-        raise MimicNormError(f"{spec!r} cannot be called with {wanted}: {error}") from error
+        how = f"with {wanted}" if wanted else "without arguments"
+        raise MimicNormError(
+            f"{spec!r} cannot be called {how}: {error}. A factory takes the keywords num_classes and in_channels "
+            "where it is to be trained, and needs nothing else"
+        ) from error
     try:
         return factory(**arguments)
     except Exception as error:
@@ -135,6 +143,6 @@ def _from_factory(spec: str, module_name: str, attribute: str, arguments: dict[s
 def _accepted(factory: Any, arguments: dict[str, int]) -> dict[str, int]:
     try:
         inspect.signature(factory).bind_partial(in_channels=3)
-    except TypeError:
+    except (TypeError, ValueError):
         return {key: value for key, value in arguments.items() if key != "in_channels"}
     return arguments

@@ -7,6 +7,7 @@ from importlib.resources import files
 from typing import Any
 
 from mimicnorm.memory.units import format_bytes
+from mimicnorm.methods import METHODS
 from mimicnorm.report.plots import Bar, Line, bars, curves
 from mimicnorm.report.summary import columns, rows, title
 from mimicnorm.steps import count
@@ -51,7 +52,7 @@ def _lead(data: dict[str, Any]) -> str:
         f"<p>The same network, {escape(s['model'])}, was trained on the same {sizes['train']:,} images of "
         f"{escape(s['data'])} ({sizes['classes']} classes, {' x '.join(map(str, sizes['shape']))}) under each method, "
         f"with {seeds}, and tested on {sizes['test']:,} others. A method says what happens to the network's BatchNorm "
-        "layers; everything else (order of the images, schedule, number of steps) is equal.</p>"
+        f"layers; everything else (order of the images, schedule, number of steps) is equal{_but(data)}.</p>"
     )
     if data["status"] != "done":
         text += (
@@ -59,6 +60,16 @@ def _lead(data: dict[str, Any]) -> str:
             "goes on where it was.</p>"
         )
     return text
+
+
+def _but(data: dict[str, Any]) -> str:
+    """What is not equal: the learning rate that a method's authors prescribe for its single numbers."""
+    if data["settings"].get("scalar_rate") is not None:
+        return ""
+    known = [(m["label"], METHODS.get(m["plan"]["method"].get("name", ""))) for m in data["methods"]]
+    own = [(label, method.scalar_rate) for label, method in known if method and method.scalar_rate != 1]
+    words = (f"the single numbers (scalars) of {escape(label)} learn at {rate:g} times the rate" for label, rate in own)
+    return f", but that {', '.join(words)}, as its authors prescribe" if own else ""
 
 
 def _summary(data: dict[str, Any]) -> str:
@@ -72,7 +83,8 @@ def _summary(data: dict[str, Any]) -> str:
         )
     meanings = "".join(f"<dt>{escape(c.heading)}</dt><dd>{escape(c.explanation)}</dd>" for c in shown)
     return (
-        '<h2>Results</h2>\n<div class="scroll"><table id="summary"><thead><tr>'
+        '<h2>Results</h2>\n<p class="hint">The table goes on to the right: scroll it sideways.</p>\n'
+        '<div class="scroll"><table id="summary"><thead><tr>'
         f"{head}</tr></thead><tbody>\n{chr(10).join(lines)}\n</tbody></table></div>\n"
         f"<details open><summary>What the columns mean</summary><dl>{meanings}</dl></details>"
     )
@@ -151,7 +163,7 @@ def _reproduce(data: dict[str, Any]) -> str:
         f"<h2>Reproduce</h2>\n<pre>{escape(data['command'])}</pre>\n"
         f"<details><summary>All settings of the runs</summary><dl>{settings}</dl></details>\n"
         f"<footer><p>{escape(versions)}; {escape(about['system'])} on {escape(about['device'])}, {about['threads']} "
-        "threads. All numbers of this page are in compare.json beside it.</p></footer>"
+        "threads. All numbers of this page are in the JSON file beside it.</p></footer>"
     )
 
 

@@ -45,7 +45,7 @@ def columns(data: dict[str, Any]) -> list[Column]:
         Column(
             f"against\n{first}",
             f"Difference in accuracy to {first}, in percentage points, with its 95 % confidence interval (Welch's t) "
-            "if both have two seeds or more.",
+            "if both have two seeds or more; one seed says little, and the cell says so.",
             lambda m: _difference(m, data["methods"][0]),
             lambda data: len(data["methods"]) > 1,
         ),
@@ -138,7 +138,7 @@ def _difference(m: dict[str, Any], first: dict[str, Any]) -> str:
     if found is not None:
         return f"{100 * found['value']:+.2f}\n[{100 * found['low']:+.1f}, {100 * found['high']:+.1f}]"
     means = m["accuracy"]["mean"], first["accuracy"]["mean"]
-    return NOTHING if None in means else f"{100 * (means[0] - means[1]):+.2f}"
+    return NOTHING if None in means else f"{100 * (means[0] - means[1]):+.2f}\n(one seed)"
 
 
 def _bytes(m: dict[str, Any], what: str, ratio: str) -> str:

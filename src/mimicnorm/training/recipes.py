@@ -14,8 +14,10 @@ from typing import Literal
 
 from mimicnorm.errors import NameNotFoundError, RecipeError
 
+INITS = ("auto", "theory", "calibrate", "none")
+"""How starting weights are called on the command line."""
 _WORDS = {
-    "init": ("auto", "theory", "calibrate", "none"),
+    "init": INITS,
     "precision": ("fp32", "bf16", "fp16"),
     "augment": ("standard", "light", "none"),
 }
