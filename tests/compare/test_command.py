@@ -33,6 +33,8 @@ def test_the_table_names_the_methods_and_the_page_how_to_repeat_it(tmp_path, cap
         (["--rounds", "-1"], "--rounds must be at least 0"),
         (["--methods", "mimicnorm+gain=2"], "'gain=2'"),
         (["--epochs", "0"], "epochs=0"),
+        (["--epochs", "3", "--milestones", "3"], "never reach 3"),
+        (["--out", ""], "--out is empty"),
         (["--batch", "5000"], "batch=5000"),
     ],
 )

@@ -63,7 +63,7 @@ def with_recipe_flags(options: type, name: str, without: tuple[str, ...] = ()) -
     types = get_type_hints(Recipe)
     body: Any = ast.parse(inspect.getsource(Recipe)).body[0]
     pairs = zip(body.body, body.body[1:], strict=False)
-    texts = {a.target.id: " ".join(t.value.value.split()) for a, t in pairs if isinstance(a, ast.AnnAssign)}
+    texts = {ast.unparse(a.target): " ".join(t.value.value.split()) for a, t in pairs if isinstance(a, ast.AnnAssign)}
     flags: list[Any] = []
     for f in dataclasses.fields(Recipe):
         if f.name in without:
