@@ -42,5 +42,6 @@ def test_every_name_on_a_page_exists():
     texts = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
     names = {name for text in texts for name in re.findall(r"(?<![\w/.-])(?:mimicnorm|mn)((?:\.[A-Za-z_]\w*)+)", text)}
     assert {".compare.run", ".report.page"} <= names
+    assert {name.split(".")[1] for name in names} <= {*mimicnorm.__all__}  # there without an import by somebody else
     for name in names:
         operator.attrgetter(name[1:])(mimicnorm)  # AttributeError names what is missing
