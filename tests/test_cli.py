@@ -53,7 +53,7 @@ def test_a_factory_of_the_users_own(capsys, tmp_path, monkeypatch):
         (["convert", "torch.nn:Conv7d"], "Near ones: Conv"),
         (["convert", "no.such.module:net"], "there is no module 'no'"),
         (["convert", "torch.nn:Conv2d"], "cannot be called without arguments"),
-        (["convert", "timm:resnet18", "--method", "mimik"], "Did you mean mimicnorm?"),
+        (["convert", "timm:resnet18", "--method", "mimik"], "Near ones: mimicnorm"),
         (["convert", "torchvision:alexnet"], "no BatchNorm"),
         (["convert", "torchvision:resnet18", "--shape", "2", "3"], "forward raised on the example"),
         (["convert", "torchvision:resnet18", "--head", "nowhere"], "head= names no module"),

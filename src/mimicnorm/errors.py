@@ -5,6 +5,9 @@ Every message says what is wrong, where (qualified name, shape), and what to do.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class MimicNormError(ValueError):
     """Base of every error that a user can cause and mend."""
@@ -43,7 +46,20 @@ class MemoryPredictionError(MimicNormError):
 
 
 class NameNotFoundError(MimicNormError):
-    """A model, method or option name is not known; the message lists near ones."""
+    """A model, method or option name is not known; the message lists near ones, or all if they are few.
+
+    Args:
+        message: What is wrong, as a sentence.
+        name: What was given.
+        known: What could have been.
+    """
+
+    def __init__(self, message: str, name: str = "", known: Iterable[str] = ()):
+        known = list(known)
+        near = difflib.get_close_matches(name.lower(), known, n=4, cutoff=0.5)
+        hint = f" Near ones: {', '.join(near)}." if near else ""
+        listed = f" Known: {', '.join(known)}." if known and (len(known) < 12 or (len(known) < 60 and not near)) else ""
+        super().__init__(f"{message}{hint}{listed}")
 
 
 class NonFiniteError(MicroBatchError):

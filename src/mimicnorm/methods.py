@@ -8,7 +8,6 @@ Example:
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -265,9 +264,7 @@ def method(name: str) -> Method:
     key = name.lower().replace("_", "-")
     found = [m for known, m in METHODS.items() if known.replace("-", "") == key.replace("-", "")]
     if not found:
-        near = difflib.get_close_matches(key, METHODS, n=2, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise NameNotFoundError(f"unknown method {name!r}.{hint} Known: {', '.join(METHODS)}.")
+        raise NameNotFoundError(f"unknown method {name!r}.", key, METHODS)
     return found[0]()
 
 

@@ -26,9 +26,9 @@ def test_the_table_names_the_methods_and_the_page_how_to_repeat_it(tmp_path, cap
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--methods", "batchnorm,mimicnom"], "Did you mean mimicnorm"),
+        (["--methods", "batchnorm,mimicnom"], "Near ones: mimicnorm"),
         (["--model", "resnet19"], "Near ones: resnet18"),
-        (["--data", "cifar1000"], "Did you mean cifar100"),
+        (["--data", "cifar1000"], "Near ones: cifar100"),
         (["--seeds", "0"], "--seeds must be at least 1"),
         (["--rounds", "-1"], "--rounds must be at least 0"),
         (["--methods", "mimicnorm+gain=2"], "'gain=2'"),

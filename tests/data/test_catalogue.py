@@ -109,7 +109,7 @@ def test_a_missing_package_is_said_with_the_extra(module, name, package, tmp_pat
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"name": "cifar1000"}, "Did you mean cifar100 or cifar10"),
+        ({"name": "cifar1000"}, "Near ones: cifar100, cifar10"),
         ({"name": "digits", "split": "val"}, "split must be"),
         ({"name": "digits", "augment": "much"}, "augment must be"),
         ({"name": "cifar10", "data_dir": "/nowhere/at/all"}, "'/nowhere/at/all' does not exist"),

@@ -25,10 +25,10 @@ def test_every_field_of_a_recipe_is_a_flag(tmp_path, capsys, monkeypatch):
     [
         (["digits-resnet1O"], "Near ones: digits-resnet10"),
         (["digits-resnet10", "--batch", "0"], "batch=0: it must be at least 1"),
-        (["digits-resnet10", "--method", "mimik"], "Did you mean mimicnorm?"),
+        (["digits-resnet10", "--method", "mimik"], "Near ones: mimicnorm"),
         (["digits-resnet10", "--settings", "residual:linear"], "no NAME=VALUE"),
         (["digits-resnet10", "--model", "resnet19"], "Near ones"),
-        (["digits-resnet10", "--data", "digit"], "Did you mean digits"),
+        (["digits-resnet10", "--data", "digit"], "Near ones: digits"),
         (["digits-resnet10", "--batch", "5000"], "it must be at most 1438, the number of training images"),
         (["digits-resnet10", "--model", "timm:resnet18", "--width", "0.5"], "set width to 1 (--width 1)"),
         (["digits-resnet10", "--init", "foo"], "use one of auto, theory, calibrate, none"),

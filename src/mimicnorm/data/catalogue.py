@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import re
 from dataclasses import dataclass
@@ -95,9 +94,7 @@ def load(
         path = root / "imagenet" if (root / "imagenet").is_dir() else root
         return Folder.open(path, split, limit=limit, augment=augment)
     if name not in _KNOWN:
-        near = difflib.get_close_matches(name.lower(), names(), n=2, cutoff=0.5)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        raise NameNotFoundError(f"there is no data set {name!r}.{hint} Known: {', '.join(names())}.")
+        raise NameNotFoundError(f"there is no data set {name!r}.", name, names())
     known = _KNOWN[name]
     if name == "digits":
         images, labels = _digits(split, limit)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Callable
 from functools import partial
@@ -71,9 +70,7 @@ def build(
         torch.Size([2, 100])
     """
     if name not in names():
-        near = difflib.get_close_matches(name.lower(), names(), n=4, cutoff=0.4)
-        hint = f"Near ones: {', '.join(near)}." if near else f"Known: {', '.join(names())}."
-        raise NameNotFoundError(f"there is no network {name!r} here. {hint}")
+        raise NameNotFoundError(f"there is no network {name!r} here.", name, names())
     if input not in SIZES:
         raise MimicNormError(f"input must be 'imagenet' or 'cifar', not {input!r}")
     if not (isinstance(width, int | float) and math.isfinite(width) and width > 0):

@@ -6,7 +6,6 @@ timm and torchvision are the user's to install; nothing here imports them until 
 from __future__ import annotations
 
 import copy
-import difflib
 import importlib
 import inspect
 import sys
@@ -44,12 +43,8 @@ def find(
         given = {key: value for key, value in own.items() if value is not None}
         return build(spec, num_classes=num_classes, image=image, **given)  # pyrefly: ignore
     if not source or not name:
-        near = difflib.get_close_matches(spec.lower(), names(), n=4, cutoff=0.4)
-        hint = f" Near ones: {', '.join(near)}." if near else ""
-        raise NameNotFoundError(
-            f"{spec!r} names no model: use timm:NAME, torchvision:NAME, package.module:factory, or one of "
-            f"{', '.join(names())}.{hint}"
-        )
+        ways = "use timm:NAME, torchvision:NAME, package.module:factory, or a name of this package's"
+        raise NameNotFoundError(f"{spec!r} names no model: {ways}.", spec, names())
     if input == "cifar" or (width or 1.0) != 1.0:
         raise MimicNormError(f"{spec!r} has one stem and one width: leave input out and set width to 1 (--width 1)")
     arguments = {"num_classes": num_classes, "in_channels": in_channels}
@@ -96,9 +91,7 @@ def _import(name: str) -> ModuleType:
 
 def _named(spec: str, name: str, known: list[str], build: Any) -> Any:
     if name.partition(".")[0] not in known:
-        near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
-        hint = f"Near ones: {', '.join(near)}." if near else f"It has {len(known)} models, none near."
-        raise NameNotFoundError(f"{spec.partition(':')[0]} has no model {name!r}. {hint}")
+        raise NameNotFoundError(f"{spec.partition(':')[0]} has no model {name!r} among {len(known)}.", name, known)
     try:
         return build()
     except TypeError as error:
@@ -116,10 +109,9 @@ def _from_factory(spec: str, module_name: str, attribute: str, arguments: dict[s
     except Exception as error:  # the user's own module: whatever it raises is theirs to read
         raise MimicNormError(f"{spec!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
     if not hasattr(module, attribute):
-        near = difflib.get_close_matches(attribute, dir(module), n=3)
-        hint = f" Near ones: {', '.join(near)}." if near else ""
         which = getattr(module, "__file__", None) or "built in"  # perhaps not the one that was meant
-        raise NameNotFoundError(f"{spec!r}: module {module_name} ({which}) has no {attribute!r}.{hint}")
+        public = [name for name in dir(module) if not name.startswith("_")]
+        raise NameNotFoundError(f"{spec!r}: module {module_name} ({which}) has no {attribute!r}.", attribute, public)
     factory = getattr(module, attribute)
     if not isinstance(factory, type) and hasattr(factory, "parameters"):
         return copy.deepcopy(factory)  # a model that is there already; every call gives a fresh one

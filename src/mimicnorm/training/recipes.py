@@ -7,7 +7,6 @@ change the result (where data lies, how often to save, what to print) is an argu
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 from dataclasses import dataclass
 from typing import Literal
@@ -193,7 +192,5 @@ def recipe(name: str, **changes: object) -> Recipe:
         (16, 22, 27)
     """
     if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, n=3, cutoff=0.4)
-        hint = f"Near ones: {', '.join(near)}" if near else f"Known: {', '.join(RECIPES)}"
-        raise NameNotFoundError(f"there is no recipe {name!r}. {hint}")
+        raise NameNotFoundError(f"there is no recipe {name!r}.", name, RECIPES)
     return adapted(RECIPES[name], RECIPES[name.removesuffix("-desk")], **changes)
