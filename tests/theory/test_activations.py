@@ -23,6 +23,7 @@ def test_relu_has_the_papers_numbers():
     assert stats.variance_slope == pytest.approx(1, rel=1e-13)
     assert gain("relu", fan_in=300) ** 2 == pytest.approx(2 * 300 / (299 * S), rel=1e-14)
     assert gain("relu", "plain") ** 2 == pytest.approx(2, rel=1e-14)
+    assert gain("relu", "straight") == gain("relu", "plain")
 
 
 # published to five digits; computed here, not pasted into the source

@@ -3,11 +3,13 @@ from __future__ import annotations
 import importlib
 import math
 
+import mpmath
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional as F
 
 from mimicnorm.theory import TheoryError, dual, dual_slope, resolve
 from mimicnorm.theory.activations import activation_stats
@@ -56,6 +58,68 @@ def test_closed_forms_and_series_agree_with_kink_following_quadrature(name, q1, 
     rho = torch.tensor(RHOS, dtype=torch.float64)
     assert torch.allclose(dual(phi, rho, q1, q2), expected[:, 0], rtol=1e-12, atol=1e-13)
     assert torch.allclose(dual_slope(phi, rho, q1, q2), expected[:, 1], rtol=1e-12, atol=1e-13)
+
+
+def erf(x):
+    return torch.erf(x / 2**0.5)
+
+
+def relu(x):
+    return x.clamp(0, 1)
+
+
+def identity(x):
+    return torch.sin(x)
+
+
+def gelu(x):
+    return F.gelu(x, approximate="tanh")
+
+
+@pytest.mark.parametrize("function", [erf, relu, identity, gelu], ids=lambda f: f.__name__)
+def test_what_a_callable_is_called_selects_no_formula(function):
+    value, slope = following_kinks(resolve(lambda x: function(x)), 1.0, 1.0, 0.5)
+    assert float(dual(function, 0.5)) == pytest.approx(value, abs=1e-11)
+    assert float(dual_slope(function, 0.5)) == pytest.approx(slope, abs=1e-11)
+
+
+@pytest.mark.parametrize("name", ["relu", "leaky_relu", "gelu", "silu", "softplus", "hardtanh", "erf"])
+def test_torchs_own_functions_are_the_registered_ones(name):
+    function = getattr(F, name, None) or getattr(torch, name)
+    assert resolve(function) == resolve(name)
+    assert torch.equal(dual(function, 0.5), dual(name, 0.5))
+
+
+def precise(name, rho, q, p, centred):
+    """The textbook forms, cancellation and all, with digits to spare."""
+    rho, q, p = mpmath.mpf(rho), mpmath.mpf(q), mpmath.mpf(p)
+    k, two_pi = rho * mpmath.sqrt(q * p), 2 * mpmath.pi
+    if name == "erf":
+        product = (1 + 2 * q) * (1 + 2 * p)
+        value = 2 / mpmath.pi * mpmath.asin(2 * k / mpmath.sqrt(product))
+        return value, 4 / mpmath.pi / mpmath.sqrt(product - 4 * k**2)
+    product, sides = (1 + q) * (1 + p), 1 / (1 + q) + 1 / (1 + p)
+    det = product - k**2
+    density, positive = 1 / (two_pi * mpmath.sqrt(det)), (mpmath.asin(k / mpmath.sqrt(product)) / two_pi + 0.25)
+    means = q * p / (two_pi * mpmath.sqrt(product)) if centred else 0
+    return k * positive + density * (q * p + k**2 * (sides - 1)) - means, positive + density * k * (sides + 1 / det)
+
+
+@pytest.mark.parametrize("name", ["gelu", "erf"])
+@pytest.mark.parametrize("centred", [False, True])
+def test_closed_forms_keep_their_digits_at_any_variance(name, centred):
+    for q, p in ((1e-6, 1e-6), (0.1, 9e4), (1e8, 1e8), (1e10, 1.0), (1e16, 1e16), (1e120, 1e120)):
+        for rho in (-0.9, -1e-6, 1e-9, 0.3, 1 - 2.0**-30, 1.0):
+            arguments = (torch.tensor(a, dtype=torch.float64) for a in (q, p, rho))
+            value, slope = module.pair_moments(resolve(name), *arguments, centred)
+            with mpmath.workdps(300):
+                expected = [float(e) for e in precise(name, rho, q, p, centred)]
+            assert [float(value), float(slope)] == pytest.approx(expected, rel=1e-13)
+
+
+def test_relu_reaches_to_the_ends_of_float64():
+    for q in (1e300, 1e-300):
+        assert float(dual("relu", 0.5, q)) == pytest.approx(float(dual("relu", 0.5)) * q, rel=1e-14)
 
 
 @pytest.mark.parametrize("name", ["elu", "hardtanh", "softsign"])

@@ -65,6 +65,15 @@ _REGISTRY: dict[str, tuple[Callable[..., Tensor], dict[str, float], tuple[float,
 }
 
 
+# torch's own functions of one argument are the registered ones, by identity: a name proves nothing
+_FUNCTIONS = [
+    (getattr(home, name), name)
+    for home in (torch, nn.functional)
+    for name in _REGISTRY
+    if hasattr(home, name) and name != "prelu"
+]
+
+
 def names() -> tuple[str, ...]:
     """Return the names that `activation` arguments accept."""
     return tuple(sorted(_REGISTRY))
@@ -79,12 +88,14 @@ class Activation:
         function: maps a float64 tensor to a tensor of the same shape.
         kinks: arguments where the function or one of its first two derivatives jumps.
         parameters: (name, value) pairs, in the order of the registered function.
+        built_in: it is the registered function of that name, whose formulas hold; a callable may be called anything.
     """
 
     name: str
     function: Function
     kinks: tuple[float, ...]
     parameters: tuple[tuple[str, float], ...] = ()
+    built_in: bool = False
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return phi(x)."""
@@ -139,7 +150,10 @@ def resolve(activation: Any, kinks: Iterable[float] | None = None, **parameters:
         raise TheoryError(
             f"activation must be a name, an activation module or a callable on tensors, not {activation!r}."
         )
-    known = _of_module(activation) if isinstance(activation, nn.Module) and kinks is None else None
+    known = None
+    if kinks is None:
+        own = next((name for function, name in _FUNCTIONS if function is activation), None)
+        known = _named(own, {}) if own else _of_module(activation) if isinstance(activation, nn.Module) else None
     if known is not None:
         return known
     name = getattr(activation, "__name__", type(activation).__name__)
@@ -170,7 +184,7 @@ def _named(name: str, given: dict[str, float]) -> Activation:
             raise TheoryError(f"parameter {k!r} of {name!r} divides: it must not be 0.")
     values = tuple(parameters.values())
     bound = _bind(function, values) if values else function
-    return Activation(key, bound, values if kinks is None else kinks, tuple(parameters.items()))
+    return Activation(key, bound, values if kinks is None else kinks, tuple(parameters.items()), True)
 
 
 @lru_cache(maxsize=256)
@@ -303,8 +317,8 @@ def gain(
 
     Args:
         activation: what the layer's input went through (see `resolve`); ``"identity"`` for raw input.
-        mode: ``"weight_mean"``: 1 / sd(phi(z)), for a layer whose weights are centred (Theorem 3); ``"plain"``: 1 /
-            rms(phi(z)), for one whose weights are not.
+        mode: ``"weight_mean"``: 1 / sd(phi(z)), for a layer whose weights are centred (Theorem 3); ``"plain"`` or
+            ``"straight"``: 1 / rms(phi(z)), for one whose weights are not.
         fan_in: with it, the weight-mean gain carries the exact factor sqrt(n / (n - 1)) of Lemma 1.
         kinks: see `resolve`.
         parameters: see `resolve`.
@@ -313,11 +327,11 @@ def gain(
         >>> round(gain("relu"), 5), round(gain("relu", "plain") ** 2, 5)
         (1.71286, 2.0)
     """
-    if mode not in ("weight_mean", "plain"):
+    if mode not in ("weight_mean", "plain", "straight"):
         raise TheoryError(f"unknown mode {mode!r}: use 'weight_mean' (centred weights) or 'plain' (others).")
     fan_in = None if fan_in is None else whole("fan_in", fan_in)
     stats = activation_stats(activation, kinks, **parameters)
-    if mode == "plain":
+    if mode != "weight_mean":
         return 1 / stats.rms
     if fan_in is None:
         return 1 / stats.sd

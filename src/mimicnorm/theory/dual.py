@@ -81,16 +81,14 @@ def check_correlation(rho: Tensor | float) -> Tensor:
 
 def leaky_slope(activation: Activation) -> float | None:
     """Return the negative slope of a positively homogeneous activation (ReLU 0, identity 1), else None."""
-    if activation.name == "identity":
-        return 1.0
-    if activation.name == "relu":
-        return 0.0
-    return activation.parameters[0][1] if activation.name in ("leaky_relu", "prelu") else None
+    if activation.built_in and activation.name in ("leaky_relu", "prelu"):
+        return activation.parameters[0][1]
+    return {"identity": 1.0, "relu": 0.0}.get(activation.name) if activation.built_in else None
 
 
 def has_closed_form(activation: Activation) -> bool:
     """Return whether no quadrature is needed at all."""
-    return leaky_slope(activation) is not None or activation.name in ("erf", "gelu")
+    return leaky_slope(activation) is not None or (activation.built_in and activation.name in ("erf", "gelu"))
 
 
 @lru_cache(maxsize=256)
@@ -194,28 +192,33 @@ def require_few_pairs(activation: Activation, pairs: int, layers: int = 1) -> No
 def _closed_form(
     act: Activation, q1: Tensor, q2: Tensor, rho: Tensor, centred: bool = False
 ) -> tuple[Tensor, Tensor] | None:
-    slope = leaky_slope(act)
+    if not has_closed_form(act):
+        return None
+    slope, scale = leaky_slope(act), torch.sqrt(q1) * torch.sqrt(q2)
+    root = torch.sqrt((1 - rho) * (1 + rho))
     if slope is not None:
         # phi = a x + b |x|; E|u||v| is the arc-cosine kernel of degree 1 (paper eq. 4), its derivative that of 0
-        a2, b2 = ((1 + slope) / 2) ** 2, ((1 - slope) / 2) ** 2 * 2 / math.pi
-        root, angle = torch.sqrt((1 - rho) * (1 + rho)), torch.asin(rho)
-        scale = torch.sqrt(q1 * q2)
+        a2, b2 = _halves(slope)
+        angle = torch.asin(rho)
         bend = -(rho**2) / (1 + root) if centred else root  # root - 1 without its cancellation
         return scale * (a2 * rho + b2 * (bend + rho * angle)), (a2 + b2 * angle) + 0 * scale
-    cov = torch.sqrt(q1 * q2) * rho
+    # determinants of 1 + covariance from sums of positive terms: products less squares cancel at large variances
+    cov, rest = scale * rho, scale * root
     if act.name == "erf":
-        product = (1 + 2 * q1) * (1 + 2 * q2)
-        value = torch.asin(2 * cov / torch.sqrt(product)) * (2 / math.pi)
-        return value, 4 / math.pi / torch.sqrt(product - 4 * cov**2)
-    if act.name == "gelu":
-        # Stein's lemma twice on E[u v Phi(u) Phi(v)]; `density` is E[N(u) N(v)]
-        product = (1 + q1) * (1 + q2)
-        determinant = product - cov**2
-        density = 1 / (2 * math.pi * torch.sqrt(determinant))
-        both_positive = 0.25 + torch.asin(cov / torch.sqrt(product)) / (2 * math.pi)
-        sides = 1 / (1 + q1) + 1 / (1 + q2)
-        # centred: density less its value at correlation 0, again without the cancellation
-        excess = density * cov**2 / (product + torch.sqrt(product * determinant)) if centred else density
-        value = cov * both_positive + excess * q1 * q2 + density * cov**2 * (sides - 1)
-        return value, both_positive + density * cov * (sides + 1 / determinant)
-    return None
+        spread = torch.hypot(torch.sqrt(1 + 2 * q1 + 2 * q2), 2 * rest)
+        return torch.atan2(2 * cov, spread) * (2 / math.pi), 4 / math.pi / spread
+    # GELU: Stein's lemma twice on E[u v Phi(u) Phi(v)]; `density` is E[N(u) N(v)]
+    spread, norm = torch.hypot(torch.sqrt(1 + q1 + q2), rest), torch.sqrt(1 + q1) * torch.sqrt(1 + q2)
+    density = 1 / (2 * math.pi * spread)
+    both_positive = torch.atan2(spread, -cov) / (2 * math.pi)
+    sides = 1 / (1 + q1) + 1 / (1 + q2)
+    if centred:  # less the means, q1 q2 / (2 pi norm), again without the cancellation
+        tail = (cov / norm) ** 2 * (density - scale * (scale / norm) / (2 * math.pi * (1 + spread / norm)))
+    else:
+        tail = density * rest * rest + density * cov * (cov * sides)
+    return cov * both_positive + tail, both_positive + density * cov * (sides + 1 / spread**2)
+
+
+def _halves(slope: float) -> tuple[float, float]:
+    """Return a^2 and 2 b^2 / pi of leaky ReLU written as a x + b |x|."""
+    return ((1 + slope) / 2) ** 2, ((1 - slope) / 2) ** 2 * 2 / math.pi
