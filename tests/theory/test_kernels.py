@@ -142,6 +142,22 @@ def test_fifty_centred_layers_are_right_to_ten_digits(name, bias, inputs):
             assert abs(mpmath.mpf(float(got.ntk[i, j])) / theta - 1) < 1e-10
 
 
+@pytest.mark.parametrize("size", [300.0, 1e5, 1e8])
+def test_inputs_of_any_size_pass_through_gelu(size, inputs):
+    # far out GELU is ReLU, whose kernels are homogeneous; E[gelu gelu] differs by O(1 / sqrt(q))
+    got, relu = (kernels(inputs * size, 10, Transition("weight_mean", name, 2.2)) for name in ("gelu", "relu"))
+    assert torch.allclose(got.ntk, relu.ntk, rtol=1e3 / size)
+    with mpmath.workdps(60):
+        x, y = ([mpmath.mpf(v) for v in (inputs[n] * size).tolist()] for n in (0, 5))
+        q, p, k = (mpmath.fdot(a, b) / len(x) for a, b in ((x, x), (y, y), (x, y)))
+        theta = k
+        for _ in range(9):
+            value, slope = precise("gelu", q, p, k)
+            q, p, k = (mpmath.mpf(2.2) * v for v in (*(precise("gelu", o, o, o)[0] for o in (q, p)), value))
+            theta = k + mpmath.mpf(2.2) * slope * theta
+        assert abs(mpmath.mpf(float(got.ntk[0, 5])) / theta - 1) < 1e-13
+
+
 @pytest.mark.parametrize("name", ["silu", "elu"])
 def test_small_correlations_keep_their_digits(name):
     # T(rho) = T'(0) rho + O(rho^2): by a difference of numbers near 1 it would be off by 1e-16 / rho

@@ -222,3 +222,26 @@ def _closed_form(
 def _halves(slope: float) -> tuple[float, float]:
     """Return a^2 and 2 b^2 / pi of leaky ReLU written as a x + b |x|."""
     return ((1 + slope) / 2) ** 2, ((1 - slope) / 2) ** 2 * 2 / math.pi
+
+
+def near_one(slope: float, gap: Tensor, centred: bool) -> tuple[Tensor, Tensor]:
+    """Return 1 - (correlation after a leaky ReLU) and E[phi' phi'], both from gap = 1 - rho.
+
+    They bend like arccos(rho), which from rho itself is known to 1e-16 / arccos(rho) only.
+    """
+    a2, b2 = _halves(slope)
+    angle = 2 * torch.asin(torch.sqrt(gap / 2))
+    square = angle**2
+    series = angle * square / 6 * (1 - square / 20 * (1 - square / 42 * (1 - square / 72)))
+    excess = torch.where(angle < 0.1, series, angle - torch.sin(angle))
+    fall = (a2 + b2 * math.pi / 2) * gap + b2 * (excess - gap * angle)
+    return fall / (a2 + b2 * (math.pi / 2 - centred)), a2 + b2 * (math.pi / 2 - angle)
+
+
+@lru_cache(maxsize=256)
+def mirror(activation: Activation) -> int:
+    """Return what becomes of correlation -1 at equal norms: -1 (phi is odd), 1 (even), or 0 (neither)."""
+    z, _ = normal_nodes(activation.kinks)
+    here, there = activation(z).detach(), activation(-z).detach()
+    least = 1e-15 * float(here.abs().max())
+    return next((sign for sign in (-1, 1) if float((here - sign * there).abs().max()) <= least), 0)

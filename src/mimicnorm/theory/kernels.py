@@ -25,7 +25,17 @@ import torch
 from torch import Tensor
 
 from .arguments import number, reals
-from .dual import Moments, has_closed_form, leaky_slope, moments, pair_moments, require_continuous, require_few_pairs
+from .dual import (
+    Moments,
+    has_closed_form,
+    leaky_slope,
+    mirror,
+    moments,
+    near_one,
+    pair_moments,
+    require_continuous,
+    require_few_pairs,
+)
 from .errors import TheoryError
 from .series import hermite
 from .surface import surface
@@ -33,7 +43,10 @@ from .transition import Transition, check_depth
 
 MANY = 1000  # pairs times layers from which an interpolant pays
 BLOCK = 2**17  # pairs that a thread takes at once: with fewer, threads mostly wait for the interpreter
+NEAR = 1e-4  # of 1 - rho: below it, pairs under leaky ReLUs have their 1 - rho carried along
+COLLINEAR = 1e-29  # of 1 - rho: vectors that differ by rounding
 Scales = str | float | Sequence[float]
+Ends = tuple[Tensor | float, Tensor | float]
 
 
 @dataclass(frozen=True)
@@ -70,8 +83,10 @@ class _State:
     q1: Tensor
     q2: Tensor
     same: bool
-    identical: Tensor  # pairs that are one and the same input
-    collinear: Tensor  # pairs of correlation exactly 1 (then of equal inputs only, once a layer is not homogeneous)
+    identical: Tensor  # 1: one and the same input; -1: an input and its negative; else 0
+    collinear: Tensor  # likewise for inputs of any norms: where the correlation is exactly 1 or -1
+    near: tuple[Tensor, Tensor]  # rows and columns of pairs that are close to begin with, under leaky ReLUs
+    gap: Tensor  # their 1 - rho, which a correlation holds to 1e-16 only
     layers: int  # transitions to come in all
     layer: int = 1  # weight layers so far
 
@@ -92,17 +107,18 @@ class _State:
         return torch.sqrt(self.q1[rows, None]) * torch.sqrt(self.q2[columns])
 
     def correlation(self, rows: slice, columns: slice) -> Tensor:
-        """Return the correlations of a block, exactly 1 where the inputs are collinear."""
+        """Return the correlations of a block, exactly 1 or -1 where the inputs are collinear."""
         rho = (self.k[rows, columns] / self.scale(rows, columns)).clamp_(-1.0, 1.0)
-        rho.masked_fill_(self.collinear[rows, columns], 1.0)
+        sign = self.collinear[rows, columns]
+        rho.masked_fill_(sign > 0, 1.0).masked_fill_(sign < 0, -1.0)
         return torch.where(rho.abs() > 1 - 1e-15, rho.sign(), rho)  # rounding, which arccos would make 1e-8
 
     def angles(self) -> tuple[float, float]:
-        """Return the least and the largest arccos(rho) of inputs that are not collinear."""
+        """Return the least and the largest arccos(rho) of inputs that are not the same."""
         ends = []
         for rows, columns in self.blocks():
             rho = self.correlation(rows, columns)
-            ends.append((float(rho.min()), float(rho.masked_fill_(self.collinear[rows, columns], -1.0).max())))
+            ends.append((float(rho.min()), float(rho.masked_fill_(self.identical[rows, columns] > 0, -1.0).max())))
         low, high = min(e[0] for e in ends), max(e[1] for e in ends)
         return math.acos(max(low, high)), math.acos(low)
 
@@ -153,7 +169,13 @@ def _states(
 ) -> Iterator[_State]:
     """Check the arguments now, and run the layers as they are asked for."""
     start = _start(x, x2, transition, first_w2, first_b2, layers)
-    return accumulate(range(layers), lambda state, _: _layer(state, transition), initial=start)
+
+    def step(state: _State, _: int) -> _State:
+        i, j = state.near
+        few = state.gap < NEAR  # the others have parted
+        return _layer(replace(state, near=(i[few], j[few]), gap=state.gap[few]), transition)
+
+    return accumulate(range(layers), step, initial=start)
 
 
 def residual_kernels(
@@ -197,7 +219,11 @@ def residual_kernels(
         for _ in range(layers_per_block):
             branch = _layer(branch, transition)
         total = {name: getattr(state, name) + s**2 * getattr(branch, name) for name in ("k", "theta", "q1", "q2")}
-        state = replace(branch, **total)
+        # what the branch turned round is on one line no more
+        total |= {m: getattr(state, m) * (getattr(state, m) == getattr(branch, m)) for m in ("identical", "collinear")}
+        i, j = state.near
+        ends = [(state.q1[i], state.q2[j]), (s**2 * branch.q1[i], s**2 * branch.q2[j])]
+        state = _held(replace(branch, **total, gap=_gap_of_sum(ends[0], ends[1], state.gap, branch.gap)))
     return _finish(_layer(state, transition) if readout else state)
 
 
@@ -239,6 +265,7 @@ def _start(
             raise TheoryError(f"Gram of shape {tuple(cross.shape)} is not symmetric: give its rows and columns.")
         q1 = cross.diagonal() if x.rows is None else reals("rows of a Gram", x.rows, 1)
         q2 = q1 if x.columns is None else reals("columns of a Gram", x.columns, 1)
+        vectors = None
         if cross.shape != (len(q1), len(q2)):
             raise TheoryError(f"Gram of shape {tuple(cross.shape)} with {len(q1)} rows and {len(q2)} columns.")
     else:
@@ -248,20 +275,73 @@ def _start(
             raise TheoryError(f"x has {a.shape[1]} features and x2 has {b.shape[1]}; they must match.")
         n0, same = a.shape[1], x2 is None
         cross, q1, q2 = a @ b.T / n0, (a**2).sum(1) / n0, (b**2).sum(1) / n0
-    q1, q2, cross = (reals("the input kernel", first_w2 * t + first_b2) for t in (q1, q2, cross))
+        vectors = a, b
+    q1, q2, cross = (reals("the input kernel", first_w2 * t) for t in (q1, q2, cross))
     for side, q in (("x", q1), ("x2", q2)):
-        if not bool((q > 0).all()):
-            where = int((q <= 0).nonzero()[0])
+        if not bool((q + first_b2 > 0).all()):
+            where = int((q + first_b2 <= 0).nonzero()[0])
             raise TheoryError(f"sample {where} of {side} is a zero vector: it has no correlation. Leave it out.")
-    excess = (cross.abs() / torch.sqrt(q1[:, None] * q2)).max()
+    scale = torch.sqrt(q1[:, None]) * torch.sqrt(q2)
+    rho = torch.where(scale > 0, cross / scale, (q1[:, None] == q2).to(cross))  # two zero vectors are equal, too
+    excess = rho.abs().max()
     if excess > 1 + 1e-10:
         raise TheoryError(f"the Gram matrix implies a correlation of {float(excess):.6g}: it is not positive definite.")
     # rho = 1 is unstable under weight mean: a rounding error at equal inputs would grow by chi1 per layer
-    collinear = cross >= torch.sqrt(q1[:, None] * q2) * (1 - 1e-14)
+    close = rho.abs() >= 1 - 1e-14
+    near, gap = close.nonzero().T[:, :0], cross.new_empty(0)
+    if vectors is not None:
+        leaky = leaky_slope(transition.activation) is not None
+        near, gap = _close_pairs(*vectors, rho, NEAR if leaky else 0.0, same)
+        i, j = near
+        cross[i, j] = rho[i, j].sign() * scale[i, j] * (1 - gap)
+        close = torch.zeros_like(close).index_put_((i, j), gap < COLLINEAR)
+        carried = (rho[i, j] > 0) & leaky
+        near, gap = near[:, carried], gap[carried]
+    collinear = rho.sign().to(torch.int8) * close
     if same:
-        collinear.diagonal().fill_(True)
-    identical = collinear & ((q1[:, None] - q2).abs() <= 1e-14 * q2)
-    return _State(cross, cross, q1, q2, same, identical, collinear, layers)
+        collinear = collinear.triu(1) + collinear.triu(1).T
+        collinear.diagonal().fill_(1)
+    identical = collinear * ((q1[:, None] - q2).abs() <= 1e-14 * q2)
+    if first_b2 > 0:
+        gap = _gap_of_sum((q1[near[0]], q2[near[1]]), (first_b2, first_b2), gap, torch.zeros_like(gap))
+        q1, q2, cross = q1 + first_b2, q2 + first_b2, cross + first_b2
+        identical = collinear = identical.clamp(min=0)
+    return _held(_State(cross, cross, q1, q2, same, identical, collinear, (near[0], near[1]), gap, layers))
+
+
+def _close_pairs(a: Tensor, b: Tensor, rho: Tensor, reach: float, same: bool) -> tuple[Tensor, Tensor]:
+    """Return the pairs (2, pairs) with |rho| > 1 - reach, and 1 - |rho| as half the squared distance of unit vectors.
+
+    A dot product knows it to its length times the rounding only; pairs within that are always among them.
+    """
+    reach = max(reach, 1e-14, 4 * a.shape[1] * torch.finfo(a.dtype).eps)
+    found = rho.abs() >= 1 - reach
+    pairs = (found.triu(1) if same else found).nonzero().T
+    unit = [torch.nn.functional.normalize(side, eps=1e-300) for side in (a, b)]
+    parts = [
+        (unit[0][i] - rho[i, j].sign()[:, None] * unit[1][j]).square().sum(1) / 2
+        for i, j in pairs.split(max(1, 2**22 // a.shape[1]), 1)
+    ]
+    return pairs, torch.cat(parts)
+
+
+def _gap_of_sum(q: Ends, p: Ends, gap: Tensor, other: Tensor) -> Tensor:
+    """Return 1 - rho of a sum of two independent parts, of variances q and p, from theirs: all terms are positive."""
+    s, t = (q[0] * q[1]) ** 0.5, (p[0] * p[1]) ** 0.5
+    both = ((q[0] + p[0]) * (q[1] + p[1])) ** 0.5
+    apart = ((q[0] * p[1]) ** 0.5 - (q[1] * p[0]) ** 0.5) ** 2 + 2 * s * t * (gap + other - gap * other)
+    lost = s**2 * gap * (2 - gap) + t**2 * other * (2 - other) + apart
+    return lost / (both * (both + s * (1 - gap) + t * (1 - other)))
+
+
+def _held(state: _State) -> _State:
+    """Put the covariances of the near pairs where their gaps say, as long as these say more."""
+    if not len(state.gap):
+        return state
+    i, j = state.near
+    gap = state.gap.masked_fill(state.collinear[i, j] > 0, 0.0)
+    k = torch.sqrt(state.q1[i]) * torch.sqrt(state.q2[j]) * (1 - gap)
+    return replace(state, k=state.k.index_put((i, j), torch.where(gap < NEAR, k, state.k[i, j])), gap=gap)
 
 
 def _layer(state: _State, t: Transition) -> _State:
@@ -292,9 +372,6 @@ def _layer_by(each: Callable, state: _State, t: Transition, block: int) -> _Stat
         # E[(phi - c)(phi' - c)] with the channel mean c over x, whose pairs are taken as uncorrelated
         shift1, shift2 = one1.mean - one1.mean.mean(), one2.mean - one1.mean.mean()
         w2, bias = 1 / float((power1 + shift1**2).mean()), 0.0
-    # x and c x stay collinear where the layer is homogeneous; elsewhere only equal inputs stay equal
-    homogeneous = leaky_slope(phi) is not None and bias == 0 and t.kind != "batch_norm"
-    state = replace(state, collinear=state.collinear if homogeneous else state.identical)
     many = not has_closed_form(phi) and state.pairs * state.layers > MANY
     table = surface(phi, state.q1, state.q2, state.angles()) if many else None
     slow = table is None and not equal and not has_closed_form(phi)
@@ -310,7 +387,7 @@ def _layer_by(each: Callable, state: _State, t: Transition, block: int) -> _Stat
             value *= state.scale(rows, columns)
             if not t.centred:
                 value += one1.mean[rows, None] * one2.mean[columns]
-            same = state.collinear[rows, columns]  # outside the table's angles
+            same = state.identical[rows, columns] > 0  # outside the table's angles
             value = torch.where(same, power1[rows, None], value)
             slope = torch.where(same, one1.slope[rows, None], slope)
         else:
@@ -326,7 +403,23 @@ def _layer_by(each: Callable, state: _State, t: Transition, block: int) -> _Stat
     finite = all(each(fill, state.blocks(1 if slow else block)))
     q1, q2 = w2 * (power1 + shift1**2) + bias, w2 * (power2 + shift2**2) + bias
     _require_range(torch.cat([q1, q2]), finite, state.layer + 1)
-    return replace(state, k=k, theta=theta, q1=q1, q2=q2, layer=state.layer + 1)
+    # x and c x stay collinear where the layer is homogeneous; elsewhere only equal inputs stay equal
+    leaky, turned = leaky_slope(phi), 0 if bias > 0 and mirror(phi) < 0 else mirror(phi)
+    kept = state.collinear if leaky is not None and bias == 0 and t.kind != "batch_norm" else state.identical
+    identical, collinear = (torch.where(m < 0, turned, m) if turned >= 0 else m for m in (state.identical, kept))
+    new = replace(
+        state, k=k, theta=theta, q1=q1, q2=q2, identical=identical, collinear=collinear, layer=state.layer + 1
+    )
+    if leaky is None or not len(state.gap):
+        return new
+    i, j = state.near
+    gap, slope = near_one(leaky, state.gap, t.centred)
+    if bias > 0 or t.kind == "batch_norm":
+        ends = [(w2 * power1[i], w2 * power2[j]), (bias + w2 * shift1[i] ** 2, bias + w2 * shift2[j] ** 2)]
+        gap = _gap_of_sum(ends[0], ends[1], gap, 1 - torch.sign(bias + shift1[i] * shift2[j]))
+    new = _held(replace(new, gap=gap))
+    theta[i, j] = torch.where(state.gap < NEAR, new.k[i, j] + w2 * slope * state.theta[i, j], theta[i, j])
+    return new
 
 
 def _require_range(q: Tensor, finite: bool, layer: int) -> None:

@@ -1,0 +1,145 @@
+"""Inputs that are equal, opposite, or nearly so: where a rounding error of 1 - rho would show."""
+
+from __future__ import annotations
+
+import mpmath
+import pytest
+import torch
+
+from mimicnorm.theory import Transition, kernels, residual_kernels
+
+
+def gaussian(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def correlations(found):
+    return found.nngp.diagonal() / torch.sqrt(found.rows * found.columns)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [("straight", "erf"), ("straight", torch.sin), ("batch_norm", "erf"), ("batch_norm", torch.sin)]
+    + [("batch_norm", "tanh"), ("batch_norm", "softsign")],
+)
+def test_an_odd_activation_keeps_opposite_inputs_opposite(kind, name):
+    x = gaussian(20, 784)
+    found = kernels(x, 50, Transition(kind, name, sigma_w2=6.0), -x)
+    assert float((correlations(found) + 1).abs().max()) < 1e-12
+    both = residual_kernels(x, 4, Transition(kind, name), -x)
+    assert float((correlations(both) + 1).abs().max()) < 1e-12
+
+
+def test_opposite_inputs_part_where_they_must():
+    x = gaussian(4, 784)
+    for t in (Transition("straight", "erf", 9.0, sigma_b2=0.1), Transition("straight", "gelu")):
+        assert float(correlations(kernels(x, 2, t, -x)).min()) > -0.999
+    erf = Transition("straight", "erf", 9.0)
+    assert float(correlations(kernels(x, 3, erf, -2 * x)).min()) > -1 + 1e-6
+    assert float(correlations(kernels(x, 2, erf, -x, first_b2=1.0)).min()) > -0.999
+
+
+def test_the_first_relu_sees_exactly_minus_one():
+    x, t = gaussian(20, 784), Transition("straight", "leaky_relu")
+    assert float(kernels(x, 2, Transition(), -x).ntk.abs().diagonal().max()) == 0
+    # E[phi phi] = -0.01 q and E[phi' phi'] = 0.01
+    found = kernels(x, 2, t, -x)
+    assert torch.allclose(found.ntk.diagonal(), -0.02 * t.effective_w2 * x.square().mean(1), rtol=1e-13)
+
+
+@pytest.mark.parametrize("kind", ["weight_mean", "straight"])
+def test_an_even_activation_makes_opposite_inputs_equal(kind):
+    x = gaussian(6, 40)
+    t = Transition(kind, torch.nn.LeakyReLU(-1.0))
+    found = kernels(x, 60, t, -x)
+    assert torch.allclose(found.nngp.diagonal(), found.rows, rtol=1e-10)
+    mixed = residual_kernels(x, 2, t, -x)
+    assert float(correlations(mixed).abs().max()) < 0.9  # the branches agree, the shortcuts do not
+
+
+@pytest.mark.parametrize("name", ["relu", "gelu", "tanh"])
+def test_duplicates_are_known_at_any_length(name):
+    x = gaussian(8, 150_528)
+    twice = kernels(torch.cat([x, x]), 40, Transition("weight_mean", name)).ntk
+    assert torch.allclose(twice[:8, 8:].diagonal(), twice[:8, :8].diagonal(), rtol=1e-12)
+    tripled = kernels(x, 3, Transition("weight_mean"), 3 * x).ntk
+    assert torch.allclose(tripled.diagonal(), 3 * kernels(x, 3, Transition("weight_mean")).ntk.diagonal(), rtol=1e-12)
+
+
+def test_zero_vectors_with_a_bias_are_equal_inputs():
+    x = torch.cat([torch.zeros(2, 5, dtype=torch.float64), gaussian(1, 5)])
+    found = kernels(x, 60, Transition("weight_mean"), first_b2=0.5)
+    assert float(found.ntk[0, 1]) == pytest.approx(float(found.ntk[0, 0]), rel=1e-12)
+
+
+def precise(centred, w2, bias, state):
+    """One ReLU layer of variances q, p, covariance k and tangent theta, with all digits."""
+    q, p, k, theta = state
+
+    def value(q, p, k):
+        scale, angle = mpmath.sqrt(q * p), mpmath.acos(min(1, k / mpmath.sqrt(q * p)))
+        sides = mpmath.sin(angle) + (mpmath.pi - angle) * mpmath.cos(angle) - centred
+        return w2 * scale * sides / (2 * mpmath.pi) + bias, w2 * (mpmath.pi - angle) / (2 * mpmath.pi)
+
+    new, slope = value(q, p, k)
+    return value(q, q, q)[0], value(p, p, p)[0], new, new + slope * theta
+
+
+def start(x, y, bias):
+    a, b = ([mpmath.mpf(v) for v in side.tolist()] for side in (x, y))
+    q, p, k = (mpmath.fdot(*sides) / len(a) + mpmath.mpf(bias) for sides in ((a, a), (b, b), (a, b)))
+    return q, p, k, k
+
+
+def error(found, state):
+    return max(
+        abs(float(mpmath.mpf(float(f[0, 0])) / e - 1)) for f, e in ((found.nngp, state[2]), (found.ntk, state[3]))
+    )
+
+
+@pytest.mark.parametrize("kind", ["straight", "weight_mean"])
+@pytest.mark.parametrize("bias", [0.0, 0.1])
+@pytest.mark.parametrize("apart", [1e-2, 1e-3, 1e-5, 1e-7, 1e-9])
+def test_nearly_equal_inputs_keep_their_distance(kind, bias, apart):
+    x, t = gaussian(1, 20), Transition(kind, sigma_b2=bias)
+    y = x + apart * gaussian(1, 20, seed=1)
+    with mpmath.workdps(50):
+        for depth in (2, 10, 50):
+            state = start(x[0], y[0], bias)
+            for _ in range(depth - 1):
+                state = precise(t.centred, mpmath.mpf(t.effective_w2), mpmath.mpf(bias), state)
+            assert error(kernels(x, depth, t, y, first_b2=bias), state) < 3e-11
+            assert error(kernels(y, depth, t, x, first_b2=bias), state) < 3e-11
+
+
+@pytest.mark.parametrize("kind", ["straight", "weight_mean"])
+def test_nearly_equal_inputs_of_residual_networks(kind):
+    x, t = gaussian(1, 20), Transition(kind)
+    y = x + 1e-6 * gaussian(1, 20, seed=1)
+    with mpmath.workdps(50):
+        state = start(x[0], y[0], 0.0)
+        for block in range(16):
+            branch = state
+            for _ in range(2):
+                branch = precise(t.centred, mpmath.mpf(t.effective_w2), 0, branch)
+            state = tuple(a + b / (block + 1) for a, b in zip(state, branch, strict=True))
+        assert error(residual_kernels(x, 16, t, y, scale=[(n + 1) ** -0.5 for n in range(16)]), state) < 1e-12
+
+
+def test_batch_norm_takes_the_norms_of_nearly_equal_inputs_along():
+    # two inputs and their mean: shifts of either sign, and by hand what the recursion makes of them
+    x = gaussian(1, 20) * torch.tensor([[1.0], [1 + 1e-6], [0.5]], dtype=torch.float64)
+    x[1] += 1e-7 * gaussian(20, seed=1)
+    found = kernels(x, 2, Transition("batch_norm"))
+    with mpmath.workdps(50):
+        rows = [[mpmath.mpf(v) for v in row.tolist()] for row in x]
+        power = [mpmath.fdot(r, r) / 20 for r in rows]
+        mean = [mpmath.sqrt(q / (2 * mpmath.pi)) for q in power]
+        shift = [m - sum(mean) / 3 for m in mean]
+        whole = sum(q / 2 - m**2 + s**2 for q, m, s in zip(power, mean, shift, strict=True)) / 3
+        for i, j in ((0, 1), (0, 2), (1, 2)):
+            k = mpmath.fdot(rows[i], rows[j]) / 20
+            value, slope = (precise(True, 1, 0, (power[i], power[j], k, t))[3] for t in (0, 1))
+            new = (value + shift[i] * shift[j]) / whole
+            assert float(found.nngp[i, j]) == pytest.approx(float(new), rel=1e-13)
+            assert float(found.ntk[i, j]) == pytest.approx(float(new + (slope - value) * k / whole), rel=1e-13)
