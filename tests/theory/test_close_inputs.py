@@ -17,11 +17,8 @@ def correlations(found):
     return found.nngp.diagonal() / torch.sqrt(found.rows * found.columns)
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("straight", "erf"), ("straight", torch.sin), ("batch_norm", "erf"), ("batch_norm", torch.sin)]
-    + [("batch_norm", "tanh"), ("batch_norm", "softsign")],
-)
+@pytest.mark.parametrize("kind", ["straight", "batch_norm"])
+@pytest.mark.parametrize("name", ["erf", torch.sin])
 def test_an_odd_activation_keeps_opposite_inputs_opposite(kind, name):
     x = gaussian(20, 784)
     found = kernels(x, 50, Transition(kind, name, sigma_w2=6.0), -x)

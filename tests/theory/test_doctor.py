@@ -138,6 +138,7 @@ def test_reentrant_checkpoints_are_named():
         (lambda: propagate(torch.relu, torch.ones(2, 2)), "must be an nn.Module"),
         (lambda: propagate(nn.Linear(2, 2), torch.ones(0, 2)), "empty"),
         (lambda: propagate(nn.Linear(2, 2), torch.ones(2, 2), loss=lambda out: out), "one number"),
+        (lambda: propagate(nn.Linear(2, 2), torch.ones(2, 2), loss=lambda out: out["logits"]), "the loss does not run"),
     ],
 )
 def test_bad_input_is_named(call, says):
@@ -194,6 +195,14 @@ def test_call_arguments_tokens_losses_and_dicts():
         assert all(layer.gradient > 0 for layer in layers)
     quiet = propagate(Tokens(), ids, loss=lambda out: out["logits"].sum() * 0)
     assert all(layer.gradient == 0 for layer in quiet.layers)
+
+
+def test_few_samples_are_compared_with_all_others():
+    x = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    unit = x / x.norm(dim=1, keepdim=True)
+    expected = float((unit @ unit.T).triu(1).sum() / 10)
+    for pairs in (10, 200):
+        assert propagate(nn.Identity(), x, pairs=pairs).layers[0].correlation == pytest.approx(expected, rel=1e-12)
 
 
 def test_one_sample_has_no_pairs():

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from mimicnorm.theory import TheoryError, condition_number, learning_curve
+from mimicnorm.theory import TheoryError, Transition, condition_number, kernels, learning_curve
 
 
 def kernel(m=5):
@@ -58,6 +58,17 @@ def test_a_singular_kernel_leaves_its_null_space_alone():
     assert bool(torch.isfinite(curve.test).all())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_singular_kernel_may_be_trained_for_any_time(dtype):
+    # duplicates: eigenvalues of -1e-16 or so, which exp(-v t) would blow up
+    x = torch.randn(6, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    k = kernels(torch.cat([x, x]), 3, Transition("weight_mean")).ntk.to(dtype)
+    y = torch.randn(6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    curve = learning_curve(k, torch.cat([y, y + 1]), torch.tensor([1e6, 1e16, 1e30]), ntk_test=k[:6])
+    assert torch.allclose(curve.train[:, :6, 0], (y + 0.5).expand(3, 6), atol=1e-4)  # halfway between two wishes
+    assert torch.allclose(curve.test[..., 0], (y + 0.5).expand(3, 6), atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("call", "says"),
     [
@@ -69,6 +80,10 @@ def test_a_singular_kernel_leaves_its_null_space_alone():
         (lambda: learning_curve(torch.eye(2), torch.ones(3), torch.ones(1)), "3 targets"),
         (lambda: learning_curve(torch.eye(2), torch.ones(2), -torch.ones(1)), "at least 0"),
         (lambda: learning_curve(torch.eye(2), torch.ones(2), torch.ones(1), ntk_test=torch.ones(1, 3)), "(1, 3)"),
+        (
+            lambda: learning_curve(torch.diag(torch.tensor([1.0, -0.1])), torch.ones(2), torch.ones(1)),
+            "eigenvalue -0.1",
+        ),
         (
             lambda: learning_curve(torch.eye(2), torch.ones(2), torch.ones(1), start=torch.ones(3)),
             "start has shape (3,)",

@@ -68,5 +68,5 @@ def running(what: str, *inputs: Any) -> Iterator[None]:
         got = ", ".join(f"{a.dtype} {tuple(a.shape)}" if isinstance(a, Tensor) else type(a).__name__ for a in inputs)
         reason = str(error).strip().split("\n")[0].rstrip(".") or type(error).__name__
         raise TheoryError(
-            f"{what} does not run on what it is given ({got or 'nothing'}): {reason}. Pass what its forward takes."
+            f"{what} does not run on what it is given ({got or 'nothing'}): {reason}. Pass what it takes."
         ) from error

@@ -85,7 +85,7 @@ def propagate(
         x: an input batch, or a tuple of call arguments, or a dict of keyword arguments.
         loss: maps the model's output to a scalar; by default the output (its first tensor) is multiplied by a random
             direction of unit length, so that gradients of two networks compare.
-        pairs: number of random sample pairs for the correlation.
+        pairs: number of random sample pairs for the correlation; all of them where there are no more.
         seed: of pairs and direction.
 
     Example:
@@ -132,7 +132,11 @@ def propagate(
         finally:  # before the gradient: activation checkpoints run their layers a second time then
             for handle in handles:
                 handle.remove()
-        scalar = _random_projection(output, rng) if loss is None else loss(output)
+        if loss is None:
+            scalar = _random_projection(output, rng)
+        else:
+            with running("the loss", output):
+                scalar = loss(output)
         if not isinstance(scalar, Tensor) or scalar.numel() != 1:
             raise TheoryError("loss must map the model's output to one number, as a tensor.")
         wanted = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.requires_grad]
@@ -199,6 +203,8 @@ def _measure(name: str, kind: str, h: Tensor, pairs: int, rng: torch.Generator) 
         if len(flat) > 1:
             i = torch.randint(len(flat), (pairs,), generator=rng)
             j = (i + torch.randint(1, len(flat), (pairs,), generator=rng)) % len(flat)
+            if len(flat) * (len(flat) - 1) // 2 <= pairs:  # after the draw, on which the loss's direction depends
+                i, j = torch.triu_indices(len(flat), len(flat), 1)
             unit = torch.nn.functional.normalize(flat, dim=1)
             correlation = float((unit[i] * unit[j]).sum(1).mean())
         return LayerSignal(name, kind, float(h.mean()), float(h.var(correction=0)), shared, correlation)

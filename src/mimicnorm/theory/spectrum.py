@@ -84,7 +84,7 @@ def learning_curve(
         >>> [round(v, 6) for v in curve.train_loss.tolist()]
         [1.0, 0.25]
     """
-    k, _ = _symmetric(ntk)
+    k, rounding = _symmetric(ntk)
     y, t = torch.atleast_1d(reals("the targets", targets)), reals("times", times).reshape(-1)
     y = y.reshape(len(y), -1)
     if len(y) != len(k):
@@ -108,15 +108,23 @@ def learning_curve(
         beginning("start_test", start_test, 0 if cross is None else len(cross)),
     )
     values, vectors = torch.linalg.eigh(k)
+    most = float(values.abs().max())
+    least = len(k) * rounding * most
+    if float(values[0]) < -max(least, 1e-5 * most):  # a float32 network's kernel rounds by 1e-7, whatever its type
+        raise TheoryError(
+            f"the kernel has the eigenvalue {float(values[0]):.3g}, far beyond rounding: gradient flow on it diverges, "
+            "and no tangent kernel has one."
+        )
+    values = torch.where(values < least, 0.0, values)  # rounding, of either sign, which long times would blow up
     error = first - y
     modes = vectors.T @ error
     decay = torch.exp(-values * t[:, None])
     train = y + torch.einsum("im,tm,mo->tio", vectors, decay, modes)
     test = None
     if cross is not None:
-        # (1 - exp(-v t)) / v tends to t for the null directions of a singular kernel
-        null = values.abs() < 1e-300
-        travelled = torch.where(null, t[:, None], -torch.expm1(-values * t[:, None]) / torch.where(null, 1.0, values))
+        # J^T v = 0 in a null direction v of Theta = J J^T: Theta* v = J* J^T v is 0, too, and its rounding times t not
+        null = values == 0
+        travelled = torch.where(null, 0.0, -torch.expm1(-values * t[:, None]) / torch.where(null, 1.0, values))
         test = first_test - torch.einsum("im,tm,mo->tio", cross @ vectors, travelled, modes)
     return LearningCurve(t, train, test, ((train - y) ** 2).mean((1, 2)))
 
