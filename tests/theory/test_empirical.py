@@ -66,6 +66,62 @@ def test_dropout_is_refused_in_train_mode(mode):
         empirical_ntk(nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)), torch.ones(2, 3), mode=mode)
 
 
+class Noisy(nn.Linear):
+    """Functional noise, now and then, which no module of it shows."""
+
+    def __init__(self, kind):
+        super().__init__(3, 3)
+        self.kind = kind
+
+    def forward(self, x):
+        if self.kind == "dropout":
+            return nn.functional.dropout(super().forward(x), 0.5)
+        if self.kind == "path":
+            return super().forward(x) * (torch.rand(len(x), 1) > 0.3) / 0.7
+        return super().forward(x) + 0 * torch.rand(len(x), 1)  # draws, and makes nothing of it
+
+
+@pytest.mark.parametrize("mode", ["per_sample", "batch"])
+def test_functional_noise_is_refused(mode):
+    x = torch.randn(4, 3)
+    for kind in ("dropout", "path"):
+        with pytest.raises(TheoryError, match="noise in part"):
+            empirical_ntk(Noisy(kind), x, mode=mode)
+    quiet = empirical_ntk(Noisy("none"), x, mode=mode)
+    assert torch.allclose(quiet, (x @ x.T + 1).double(), rtol=1e-5, atol=1e-5)
+
+
+class Recurrent(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(3, 4, batch_first=True), nn.Linear(4, 2)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x):
+        self.calls += 1
+        return self.head(self.lstm(x)[0][:, -1])
+
+
+@pytest.mark.parametrize("memory", [2**29, 1])
+def test_what_cannot_be_vectorised_runs_sample_by_sample(memory):
+    model, x = Recurrent().double(), torch.randn(4, 5, 3, dtype=torch.float64)
+    expected = explicit(model, x)
+    calls = float(model.calls)
+    with torch.no_grad():
+        got = empirical_ntk(model, x, outputs="full", memory_bytes=memory)
+    assert torch.allclose(got, expected, rtol=1e-10, atol=1e-12)
+    assert torch.allclose(empirical_ntk(model, x[:1], x, outputs="full"), expected[:1], rtol=1e-10, atol=1e-12)
+    assert float(model.calls) == calls
+    assert all(p.grad is None for p in model.parameters())
+
+
+@pytest.mark.parametrize("mode", ["per_sample", "batch"])
+def test_both_sides_need_as_many_outputs(mode):
+    model = nn.Conv2d(1, 2, 3)
+    with pytest.raises(TheoryError, match="18 outputs on x and 32 on x2"):
+        empirical_ntk(model, torch.randn(2, 1, 5, 5), torch.randn(3, 1, 6, 6), mode=mode)
+
+
 def test_batch_norm_in_train_mode_is_the_whole_batchs_kernel():
     model = convolutional().train()
     x = torch.randn(5, 2, 5, 5, dtype=torch.float64)

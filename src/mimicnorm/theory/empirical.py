@@ -61,7 +61,16 @@ def empirical_ntk(
     sides = [x] if x2 is None else [x, x2]
     jacobians = [(_per_sample if mode == "per_sample" else _batch)(model, parameters, side) for side in sides]
     left, right = jacobians[0], jacobians[-1]
-    m, m2, (width, *_) = len(x), len(sides[-1]), [_output_count(model, side) for side in sides]
+    m, m2, widths = (
+        len(x),
+        len(sides[-1]),
+        [_output_count(model, side if mode == "batch" else side[:64]) for side in sides],
+    )
+    if len(set(widths)) > 1:
+        raise TheoryError(
+            f"the model has {widths[0]} outputs on x and {widths[1]} on x2: a kernel needs as many on both."
+        )
+    width = widths[0]
     full = outputs == "full"
     kernel = torch.zeros(m, width if full else 1, m2, width if full else 1, dtype=torch.float64, device=x.device)
     for group in _groups(parameters, memory_bytes // 2, max(m, m2) * width):
@@ -103,14 +112,28 @@ def _flat(jacobian: dict[str, Tensor], lead: int) -> Tensor:
 
 
 def _per_sample(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobian:
-    buffers = dict(model.named_buffers())
+    vectorised = True
+
+    def one(chosen: dict[str, Tensor], sample: Tensor) -> Tensor:
+        out = functional_call(model, ({**parameters, **chosen}, _buffers(model)), (sample.unsqueeze(0),))
+        return _one_tensor(out).reshape(-1)
+
+    def alone(group: dict[str, Tensor], sample: Tensor) -> Tensor:
+        with torch.inference_mode(False), torch.enable_grad():
+            chosen = {name: p.clone().requires_grad_() for name, p in group.items()}
+            keep = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+            rows = [torch.autograd.grad(v, list(chosen.values()), **keep) for v in one(chosen, sample)]
+        return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
 
     def jacobian(samples: slice, group: dict[str, Tensor]) -> Tensor:
-        def one(chosen: dict[str, Tensor], sample: Tensor) -> Tensor:
-            out = functional_call(model, ({**parameters, **chosen}, buffers), (sample.unsqueeze(0),))
-            return _one_tensor(out).reshape(-1)
-
-        return _flat(vmap(jacrev(one), (None, 0))(group, x[samples]), 2)
+        nonlocal vectorised
+        if vectorised:
+            try:
+                return _flat(vmap(jacrev(one), (None, 0))(group, x[samples]), 2)
+            except (RuntimeError, ValueError, TypeError, NotImplementedError):
+                vectorised = False  # vmap has no rule for LSTMs, among others, nor for branches on values
+        with running("the model", x[samples]):
+            return torch.stack([alone(group, sample) for sample in x[samples]])
 
     return jacobian
 
@@ -118,10 +141,8 @@ def _per_sample(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> J
 def _batch(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobian:
     def jacobian(samples: slice, group: dict[str, Tensor]) -> Tensor:
         def whole(chosen: dict[str, Tensor]) -> Tensor:
-            # cloned in here: a train-mode BatchNorm updates its statistics in place, which vjp forbids on outer
-            # tensors
-            buffers = {name: b.clone() for name, b in model.named_buffers()}
-            return _rows(_one_tensor(functional_call(model, ({**parameters, **chosen}, buffers), (x,))))
+            # buffers in here: a train-mode BatchNorm updates its own in place, which vjp forbids on outer tensors
+            return _rows(_one_tensor(functional_call(model, ({**parameters, **chosen}, _buffers(model)), (x,))))
 
         out, pull, *_ = vjp(whole, group)
         count, width = out.shape
@@ -134,13 +155,29 @@ def _batch(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobi
     return jacobian
 
 
+def _buffers(model: nn.Module) -> dict[str, Tensor]:
+    return {name: b.clone() for name, b in model.named_buffers()}
+
+
 def _output_count(model: nn.Module, x: Tensor) -> int:
-    buffers = {name: b.clone() for name, b in model.named_buffers()}
-    with torch.no_grad(), running("the model", x):
-        out = _one_tensor(functional_call(model, buffers, (x[:2] if len(x) > 1 else x,)))
-    if not bool(torch.isfinite(out).all()):
-        raise TheoryError("the model's output is not finite on these inputs.")
-    return _rows(out).shape[1]
+    """Return the outputs per sample, refusing a model that makes something else of x each time."""
+    with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []), running("the model", x):
+
+        def run() -> Tensor:
+            return _rows(_one_tensor(functional_call(model, _buffers(model), (x,))))
+
+        state, out = torch.get_rng_state(), run()
+        if not bool(torch.isfinite(out).all()):
+            raise TheoryError("the model's output is not finite on these inputs.")
+        # who draws random numbers may drop a path only now and then
+        again = 1 if torch.equal(state, torch.get_rng_state()) else 16
+        same = all(torch.allclose(run(), out, rtol=1e-4, atol=1e-4 * float(out.abs().max())) for _ in range(again))
+    if not same:
+        raise TheoryError(
+            "the model's output is noise in part: two runs on the same inputs differ. Call model.eval(), or take "
+            "its functional dropout or random paths away, for a kernel without noise."
+        )
+    return out.shape[1]
 
 
 def _one_tensor(out: Any) -> Tensor:
