@@ -154,6 +154,9 @@ def test_named_parameters_reach_the_function():
         (lambda: gain(lambda x: x.sum()), "not element-wise"),
         (lambda: gain(lambda x: x * 0 + 2), "constant"),
         (lambda: gain(lambda x: 1 / (x * 0)), "not finite"),
+        (lambda: gain(lambda x: 1 / x), "do not settle"),
+        (lambda: gain(lambda x: torch.sin(300 * x)), "do not settle"),
+        (lambda: activation_stats(lambda x: x.abs().sqrt()), "do not settle"),
     ],
 )
 def test_bad_input_is_named(call, says):

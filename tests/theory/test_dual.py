@@ -122,6 +122,16 @@ def test_relu_reaches_to_the_ends_of_float64():
         assert float(dual("relu", 0.5, q)) == pytest.approx(float(dual("relu", 0.5)) * q, rel=1e-14)
 
 
+@pytest.mark.parametrize("q", [1.0, 20.0, 49.0, 60.0])
+def test_a_callable_is_as_exact_as_it_says(q):
+    for rho in (0.3, 1.0):
+        exact = (math.exp(-q * (1 - rho)) - math.exp(-q * (1 + rho))) / 2
+        assert float(dual(torch.sin, rho, q)) == pytest.approx(exact, abs=1e-11)
+    for large in (200.0, 400.0, 1e4):
+        with pytest.raises(TheoryError, match="do not settle"):
+            dual(torch.sin, 1.0, large)
+
+
 @pytest.mark.parametrize("name", ["elu", "hardtanh", "softsign"])
 def test_tables_of_kinked_activations_are_exact_between_their_nodes(name):
     phi = resolve(name)

@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from .arguments import number, reals, running, whole
 from .errors import TheoryError
-from .quadrature import CPU, normal_nodes
+from .quadrature import CPU, breakpoints, gaussian_panels, normal_nodes
 
 Function = Callable[[Tensor], Tensor]
 SELU_SCALE, SELU_ALPHA = 1.0507009873554804934193349852946, 1.6732632423543772848170429916717
@@ -234,6 +235,34 @@ def find_kinks(activation: Activation, reach: float = 16.0) -> tuple[float, ...]
     return tuple(sorted(found))
 
 
+def settled_moments(activation: Activation, q: float) -> tuple[float, float]:
+    """Return E[phi^2] and E[phi'^2] at variance q, refusing a function whose moments depend on the panels.
+
+    For callables: of registered functions it is known where they bend.
+    """
+    ends = breakpoints(activation.kinks, math.sqrt(q))
+    found = []
+    for points in (ends, np.sort(np.concatenate([ends, (ends[1:] + ends[:-1]) / 2]))):
+        z, w = gaussian_panels(points)
+        x = math.sqrt(q) * z
+        phi, slope = activation(x).detach(), activation.derivative(x)
+        found.append([float((w * f).sum()) for f in (phi, phi**2, slope**2)])
+    require_close(activation, q, *found)
+    return found[1][1], found[1][2]
+
+
+def require_close(activation: Activation, q: float, coarse: Sequence[float], fine: Sequence[float]) -> None:
+    """Refuse moments that finer panels change."""
+    size = max(map(abs, fine))
+    if not all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9 * size) for a, b in zip(coarse, fine, strict=True)):
+        worst = max(zip(coarse, fine, strict=True), key=lambda pair: abs(pair[0] - pair[1]))
+        raise TheoryError(
+            f"the moments of activation {activation.name!r} at variance {q:g} do not settle: finer quadrature turns "
+            f"{worst[0]:.10g} into {worst[1]:.10g}. They do not exist, or it bends too often or at kinks that were not "
+            "found: pass kinks=, or use a smaller variance."
+        )
+
+
 @dataclass(frozen=True)
 class ActivationStats:
     """Moments of phi(z), z ~ N(0, 1), and the slopes of the maps built from them.
@@ -283,6 +312,9 @@ def _stats(activation: Activation) -> ActivationStats:
             f"activation {activation.name!r} or its derivative is not finite on [-12, 12], or grows too fast for a "
             "Gaussian mean; the theory needs a function that is finite everywhere."
         )
+
+    if not activation.built_in:
+        settled_moments(activation, 1.0)
 
     def mean_of(values: Tensor) -> float:
         return float((w * values).sum())

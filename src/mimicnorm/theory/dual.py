@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .activations import Activation, resolve
+from .activations import Activation, require_close, resolve, settled_moments
 from .arguments import reals
 from .errors import TheoryError
 from .integrals import following_kinks
@@ -94,6 +94,8 @@ def has_closed_form(activation: Activation) -> bool:
 @lru_cache(maxsize=256)
 def require_continuous(activation: Activation) -> None:
     """Refuse an activation with a step: its derivative kernel is infinite at correlation 1."""
+    if not activation.built_in:
+        _require_resolved(activation, 1.0)
     z, w = normal_nodes(activation.kinks)
     by_slope = float((w * activation.derivative(z)).sum())
     by_parts = float((w * z * activation(z).detach()).sum())
@@ -117,6 +119,8 @@ def moments(activation: Activation, q: Tensor) -> Moments:
     """Return the moments of a single input of each variance in q."""
     closed = _closed_form(activation, q, q, torch.ones_like(q))
     if closed is None:
+        if not activation.built_in:
+            _require_resolved(activation, 2.0 ** math.ceil(math.log2(float(q.max()))))
         nodes = variance_nodes(activation, q) if q.numel() > 100 else None
         if nodes is not None:
             at, carry = moments(activation, nodes), interpolation(nodes, q.reshape(-1))
@@ -134,6 +138,12 @@ def moments(activation: Activation, q: Tensor) -> Moments:
     else:
         mean = q / torch.sqrt(2 * math.pi * (1 + q)) if activation.name == "gelu" else torch.zeros_like(q)
     return Moments(mean, closed[0], variance, slope)
+
+
+@lru_cache(maxsize=256)
+def _require_resolved(activation: Activation, q: float) -> None:
+    """Refuse a callable that the panels of one integral, or those of pairs at correlation 1, do not resolve."""
+    require_close(activation, q, following_kinks(activation, q, q, 1.0), settled_moments(activation, q))
 
 
 def _moments(activation: Activation, q: Tensor) -> Moments:
