@@ -257,7 +257,7 @@ def require_close(activation: Activation, q: float, coarse: Sequence[float], fin
     if not all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9 * size) for a, b in zip(coarse, fine, strict=True)):
         worst = max(zip(coarse, fine, strict=True), key=lambda pair: abs(pair[0] - pair[1]))
         raise TheoryError(
-            f"the moments of activation {activation.name!r} at variance {q:g} do not settle: finer quadrature turns "
+            f"the moments of activation {activation.name!r} at variances up to {q:g} do not settle: finer panels turn "
             f"{worst[0]:.10g} into {worst[1]:.10g}. They do not exist, or it bends too often or at kinks that were not "
             "found: pass kinks=, or use a smaller variance."
         )
