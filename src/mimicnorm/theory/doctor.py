@@ -206,7 +206,8 @@ def _measure(name: str, kind: str, h: Tensor, pairs: int, rng: torch.Generator) 
             if len(flat) * (len(flat) - 1) // 2 <= pairs:  # after the draw, on which the loss's direction depends
                 i, j = torch.triu_indices(len(flat), len(flat), 1)
             unit = torch.nn.functional.normalize(flat, dim=1)
-            correlation = float((unit[i] * unit[j]).sum(1).mean())
+            dots = [torch.dot(unit[a], unit[b]) for a, b in zip(i.tolist(), j.tolist(), strict=True)]  # no copies
+            correlation = float(torch.stack(dots).mean())
         return LayerSignal(name, kind, float(h.mean()), float(h.var(correction=0)), shared, correlation)
 
 
