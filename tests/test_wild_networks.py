@@ -65,6 +65,58 @@ def test_no_branches_are_found_in_a_modulated_network(method):
         convert_(FiLM(), method, example=(torch.randn(IMAGE), torch.randn(4, 5)))
 
 
+class Spade(nn.Module):
+    """Blocks whose norm has its gamma and beta from a map of labels, position by position."""
+
+    def __init__(self, c: int = 16, trunk_from_labels: bool = False):
+        super().__init__()
+        self.trunk_from_labels = trunk_from_labels
+        self.stem = nn.Conv2d(2 if trunk_from_labels else 3, c, 3, padding=1)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(c, affine=False) for _ in range(2))
+        self.convs = nn.ModuleList(nn.Conv2d(c, c, 3, padding=1) for _ in range(2))
+        self.shared = nn.ModuleList(nn.Conv2d(2, 8, 3, padding=1) for _ in range(2))
+        self.gammas = nn.ModuleList(nn.Conv2d(8, c, 3, padding=1) for _ in range(2))
+        self.betas = nn.ModuleList(nn.Conv2d(8, c, 3, padding=1) for _ in range(2))
+        self.fc = nn.Linear(c, 4)
+
+    def forward(self, x, labels):
+        x = branch = self.stem(labels if self.trunk_from_labels else x)
+        for norm, conv, shared, gamma, beta in zip(
+            self.norms, self.convs, self.shared, self.gammas, self.betas, strict=True
+        ):
+            maps = F.relu(shared(labels))
+            branch = conv(F.relu(norm(branch) * (1 + gamma(maps)) + beta(maps)))
+        return self.fc((x + branch).mean((2, 3)))
+
+
+@pytest.mark.parametrize("trunk_from_labels", [False, True])
+def test_maps_that_modulate_are_no_branches(trunk_from_labels):
+    example = (torch.randn(IMAGE), torch.randn(4, 2, 16, 16))
+    planned = plan(Spade(trunk_from_labels=trunk_from_labels), SMALL, example=example)
+    assert [step.name for step in planned.layers if step.scale is not None] == ["convs.1"]
+    assert {step.name for step in planned.layers if step.action == "centre"} == {"convs.0", "convs.1"}
+    assert all(step.scale is None for step in planned.norms)
+
+
+class Highway(nn.Module):
+    """A gate between a layer and the skip: not to be taken for a modulated norm."""
+
+    def __init__(self, c: int = 8):
+        super().__init__()
+        self.stem, self.gate, self.conv = (nn.Conv2d(i, c, 3, padding=1) for i in (3, c, c))
+        self.norm, self.tail = nn.BatchNorm2d(c), nn.Sequential(*tail(c))
+
+    def forward(self, x):
+        x = self.stem(x)
+        gate = torch.sigmoid(self.gate(x))
+        return self.tail(gate * self.norm(self.conv(x)) + (1 - gate) * x)
+
+
+def test_a_highway_is_a_sum():
+    planned = plan(Highway(), SMALL, example=IMAGE)
+    assert [step.scale is not None for step in planned.layers if step.name == "conv"] == [True]
+
+
 class BigGANBlock(nn.Module):
     """Conditional BatchNorms before the layers of a residual branch."""
 

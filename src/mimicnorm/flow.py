@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import torch
+
 from mimicnorm.graph import Graph, Node
 from mimicnorm.ops import Kind
 
@@ -24,14 +26,15 @@ def carried(node: Node) -> Node | None:
     """The operand that an operation passes on: of a gate, the gated one; None where there is no such one.
 
     A product carries the operand of its own shape that the other was computed from (squeeze-excite,
-    swish), or that the other is broadcast to; ``x.expand_as(y)`` carries its first argument.
+    swish), or that the other is broadcast to, or that comes from a BatchNorm; ``x.expand_as(y)`` carries its first
+    argument.
     """
     if not node.inputs:
         return None
     if node.kind in (Kind.ACTIVATION, Kind.POOL) and len(set(node.inputs)) > 1:
         return None  # torch.maximum(a, b): neither alone
     if node.kind is not Kind.PRODUCT:
-        return node.inputs[0]  # of a sum with numbers that are spread over positions, too: see ``record``
+        return node.inputs[0]  # what others only shift comes first
     a, b = node.inputs[:2]
     if a is b:
         return a
@@ -39,7 +42,38 @@ def carried(node: Node) -> Node | None:
     for n in whole:
         if (b if n is a else a).ancestors >> n.index & 1:
             return n
+    whole = whole if len(whole) == 1 else [n for n in whole if _is_normed(n)]
     return whole[0] if len(whole) == 1 else None
+
+
+def shifted(operands: tuple[Node, ...], shape: torch.Size, layers: int) -> Node | None:
+    """Of an addition's operands, the one that the others only shift: there no branch meets a skip.
+
+    That is so where the others are spread over positions (FiLM, the beta of a conditional BatchNorm), and where a
+    BatchNorm's output is scaled and shifted by maps of common origin that have no layer in common with it (SPADE).
+
+    Args:
+        operands: What is added, all of it from data.
+        shape: Of the sum.
+        layers: Bit set of the weight layers so far.
+    """
+    whole = [n for n in operands if n.shape == shape]
+    if len(whole) == 1:
+        return whole[0]
+    for n in whole:
+        product = walk_back(n, _TO_OWNER)
+        kept = carried(product) if product.kind is Kind.PRODUCT else None
+        if kept is None or not _is_normed(kept):
+            continue
+        gammas, betas = ([o for o in group if o is not keep] for group, keep in ((product.inputs, kept), (operands, n)))
+        apart = not any(o.ancestors & kept.ancestors & layers for o in (*gammas, *betas))
+        if apart and all(g.ancestors & b.ancestors & ~kept.ancestors for g in gammas for b in betas):
+            return n
+    return None
+
+
+def _is_normed(node: Node) -> bool:
+    return walk_back(node, _TO_OWNER).kind is Kind.NORM
 
 
 def walk_back(node: Node, through: tuple[Kind, ...], stop: Callable[[Node], bool] = lambda _: False) -> Node:
@@ -93,21 +127,23 @@ def reached_layers(node: Node) -> list[Node]:
             continue
         if user.kind is Kind.LAYER:
             found += [user] if user.layer is not None else []
-        elif user.kind is Kind.PRODUCT or (user.kind is Kind.CONSTANT and len(user.inputs) > 1):
+        elif user.kind is Kind.PRODUCT:
             if not (_self_gate(user) or (carried(user) is before and _modulated(user))):
                 continue
-        elif user.kind not in _TO_LAYERS:
+        elif user.kind not in _TO_LAYERS or (user.kind is Kind.CONSTANT and carried(user) is not before):
             continue
         seen.add(user)
         front += [(user, u) for u in user.users] if user.kind is not Kind.LAYER else []
     return sorted(found, key=lambda n: n.index)
 
 
-def _modulated(node: Node) -> bool:
-    """Whether a tensor is scaled or shifted by numbers that come from elsewhere: a conditional norm's gamma, beta."""
-    kept = carried(node)
-    others = [n for n in node.inputs if n is not kept]
-    return kept is not None and all(n.shape != kept.shape and not n.ancestors >> kept.index & 1 for n in others)
+def _modulated(product: Node) -> bool:
+    """Whether a tensor is scaled by numbers that come from elsewhere: a conditional norm's gamma."""
+    kept = carried(product)
+    if kept is None:
+        return False
+    others = [n for n in product.inputs if n is not kept]
+    return all((n.shape != kept.shape or _is_normed(kept)) and not n.ancestors >> kept.index & 1 for n in others)
 
 
 def reaches_activation(node: Node) -> bool:

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mimicnorm import flow
 from mimicnorm.errors import ExampleError
 from mimicnorm.example import call_arguments, describe, is_shape, tensors_in
 from mimicnorm.graph import Graph, Node
@@ -151,7 +152,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, state: dict[str, Tensor], fake: bool):
         super().__init__()
-        self.graph, self.fake = Graph(), fake
+        self.graph, self.fake, self.layers = Graph(), fake, 0  # bit set of the weight layers
         self.names = {id(m): name for name, m in model.named_modules()}  # a shared module goes by its first name
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.parameter_names: dict[int, list[str]] = {}  # in order: tied weights have several names
@@ -182,6 +183,7 @@ class _Recorder(TorchFunctionMode):
             parent.users.append(node)
             node.ancestors |= parent.ancestors
         self.graph.nodes.append(node)
+        self.layers |= (kind is Kind.LAYER) << node.index
         self.bind(t, node)
         return node
 
@@ -223,9 +225,8 @@ class _Recorder(TorchFunctionMode):
         extra = self.layer_call(func, args, kwargs) if kind is Kind.LAYER else {}
         if kind in (Kind.ACTIVATION, Kind.SUM):
             extra = {"settings": _settings(args, kwargs)}
-        if kind is Kind.SUM and len(whole := [n for n in inputs if n.shape == outputs[0].shape]) == 1:
-            # One number for many positions shifts them (FiLM, a conditional BatchNorm's beta): no branch meets a skip.
-            kind, inputs = Kind.CONSTANT, (*whole, *(n for n in inputs if n is not whole[0]))
+        if kind is Kind.SUM and (first := flow.shifted(inputs, outputs[0].shape, self.layers)) is not None:
+            kind, inputs = Kind.CONSTANT, (first, *(n for n in inputs if n is not first))
         if name == "setitem" and mutated:
             written = self.node(args[2])
             old = self.node(args[0])
@@ -235,7 +236,7 @@ class _Recorder(TorchFunctionMode):
             self.mutate(t, name, kind, inputs, extra)
         seen = {id(t) for t in mutated}
         for t in outputs:
-            if id(t) not in seen and not (self.node(t) is not None and any(t is u for u in tensors)):
+            if id(t) not in seen and not (any(t is u for u in tensors) and self.node(t) is not None):
                 self.add(t, name, kind, inputs, **extra)
         return result
 
