@@ -155,6 +155,7 @@ def test_a_closed_output_ends_silently_as_in_a_pipeline():
 def test_ctrl_c_while_the_command_loads_is_one_line(module):
     code = (
         "import sys, os, signal\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a shell's background jobs start without it
         "class Loading:\n"
         "    def find_spec(self, name, *_):\n"
         f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"

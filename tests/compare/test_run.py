@@ -247,7 +247,9 @@ def test_a_spoilt_json_is_one_sentence(compared, tmp_path, spoil, says):
         run(small.job(), tmp_path, progress=False)
 
 
-def test_training_processes_do_not_hear_ctrl_c():
+def test_training_processes_do_not_hear_ctrl_c(request):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs start without it
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with runs._deaf_to_ctrl_c():
         code = "import signal, os; os.kill(os.getpid(), signal.SIGINT); print('deaf')"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
