@@ -299,17 +299,17 @@ def test_wrong_examples_are_example_errors():
         plan(nets.resnet(), MimicNorm(), example=torch.ones(2, 3, 8, 8, dtype=torch.int32))
 
 
-def test_small_layers_behind_the_first_are_noted():
+def test_small_layers_are_noted():
     from mimicnorm.models import build
 
     narrow = build("resnet18", num_classes=10, input="cifar", width=0.25)
     (note,) = plan(narrow, MimicNorm(), example=IMAGE).notes
-    assert "2 layers behind the first (layer2.0.downsample.0, layer3.0.downsample.0)" in note
+    assert "3 layers (conv1, layer2.0.downsample.0, layer3.0.downsample.0) not centred" in note
     assert "fan-in of at most 50" in note
     assert "smaller min_fan_in" in note
     assert not plan(narrow, MimicNorm(min_fan_in=12), example=IMAGE).notes
     assert not plan(narrow, NoNorm(), example=IMAGE).notes
-    assert not plan(build("resnet18", num_classes=10, input="cifar"), MimicNorm(), example=IMAGE).notes  # but the stem
+    assert not plan(build("resnet18", num_classes=10), MimicNorm(), example=(2, 3, 64, 64)).notes
 
 
 def test_prints_as_a_table_and_as_json():

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mimicnorm.errors import CheckError, ExampleError, MimicNormError, RefusedError
+from mimicnorm.example import tensors_in
 from mimicnorm.layers import LastNorm
 from mimicnorm.methods import Fixup, LastBN, MimicNorm, NoNorm, ScaledWS, SkipInit
 from mimicnorm.planning import plan
@@ -98,6 +99,26 @@ def test_maps_that_modulate_are_no_branches(trunk_from_labels):
     assert all(step.scale is None for step in planned.norms)
 
 
+class TwoStreams(nn.Module):
+    """One stream gates another and is added to it: both end in a norm, so it is a sum."""
+
+    def __init__(self, c: int = 8):
+        super().__init__()
+        self.a, self.b, self.gate, self.c, self.out = (nn.Conv2d(i, c, 3, padding=1) for i in (3, 2, c, c, c))
+        self.na, self.nb, self.nc, self.no = (nn.BatchNorm2d(c) for _ in range(4))
+        self.tail = nn.Sequential(*tail(c))
+
+    def forward(self, x, depth):
+        other = F.relu(self.nb(self.b(depth)))
+        x = self.na(self.a(x)) * torch.sigmoid(self.gate(other)) + self.nc(self.c(other))
+        return self.tail(self.no(self.out(F.relu(x))))
+
+
+def test_two_streams_are_a_sum():
+    planned = plan(TwoStreams(), MimicNorm(residual=None), example=(torch.randn(IMAGE), torch.randn(4, 2, 16, 16)))
+    assert {n.name: n.v for n in planned.norms}["no"] == pytest.approx(2.0)
+
+
 class Highway(nn.Module):
     """A gate between a layer and the skip: not to be taken for a modulated norm."""
 
@@ -177,6 +198,16 @@ def test_nothing_is_folded_into_a_layer_that_an_unseen_norm_may_share():
     torch.testing.assert_close(twin(x, True), model(x, True))
 
 
+def test_a_norm_that_never_runs_elsewhere_changes_nothing():
+    model = nn.Sequential(plain())
+    model[0].unused = nn.Sequential(nn.BatchNorm2d(8))
+    model[0].forward = model[0][:6].forward
+    report = plan(model, SMALL, example=IMAGE)
+    assert {n.name: n.action for n in report.norms} == {"0.1": "remove", "0.unused.0": "shift"}
+    (step,) = [n for n in plan(Domains(), SMALL, example=IMAGE).norms if n.name == "clean"]
+    assert step.why == "adversarial did not run and may share its layer"
+
+
 class TiedBias(nn.Module):
     def __init__(self, c: int = 8):
         super().__init__()
@@ -212,7 +243,19 @@ def test_a_mask_that_a_hook_writes_into_the_weight_is_not_undone():
     model = plain()
     mask = (torch.arange(9).view(3, 3) < 4).float()
     model[0].register_forward_pre_hook(lambda m, args: (m.weight.data.mul_(mask), None)[1])
-    invariants.refuses(model, SMALL, example=IMAGE, match="0: Conv2d has hooks of its own")
+    invariants.refuses(model, SMALL, example=IMAGE, match="0: a hook writes into its weight")
+
+
+def test_a_hook_that_only_looks_is_no_obstacle():
+    model, seen = plain(), []
+
+    def look(module, args):
+        assert len(args[0]) == 4, "a hook may insist on its batch"
+        seen.append(args)
+
+    model[0].register_forward_pre_hook(look)
+    convert_(model, SMALL, example=IMAGE, init=None)
+    assert seen
 
 
 def test_what_a_hook_sees_is_not_overwritten():
@@ -226,19 +269,26 @@ def test_what_a_hook_sees_is_not_overwritten():
 
 
 class Tapping(nn.Module):
-    def __init__(self):
+    def __init__(self, keep):
         super().__init__()
         self.conv, self.norm, self.tail = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Sequential(*tail()[1:])
+        self.keep, self.loop = keep, []
+        self.loop.append(self.loop)  # nothing to get lost in
 
     def forward(self, x):
-        self.feature = self.conv(x)
-        return self.tail(F.relu_(self.norm(self.feature)))
+        y = self.conv(x)
+        self.feature = self.keep(y)
+        return self.tail(F.relu_(self.norm(y)))
 
 
-def test_a_feature_that_is_kept_as_an_attribute_is_not_overwritten():
-    model = convert(Tapping(), SMALL, example=IMAGE)
+@pytest.mark.parametrize(
+    "keep", [lambda y: y, lambda y: y.detach(), lambda y: y[0], lambda y: [y.flatten(2)], lambda y: Holder(y)]
+)
+def test_a_feature_that_is_kept_as_an_attribute_is_not_overwritten(keep):
+    model = convert(Tapping(keep), SMALL, example=IMAGE)
     model(torch.randn(IMAGE))
-    assert model.feature.min() < 0
+    (kept,) = tensors_in(model.feature)
+    assert kept.min() < 0
 
 
 # -- heads -------------------------------------------------------------------------------------------------------
@@ -279,6 +329,32 @@ def test_a_head_named_twice_by_another_name_or_with_its_container():
         plan(plain(), SMALL, example=IMAGE, head="1").require()
     with pytest.raises(RefusedError, match="2: head= names a module whose output goes into further layers"):
         plan(plain(), SMALL, example=IMAGE, head="2").require()
+
+
+class Cropped(Turned):
+    def forward(self, x):
+        return F.interpolate(self.layer(x), scale_factor=2)[:, :, :4, :4]
+
+
+def test_a_head_that_crops_turns_nothing():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), Cropped(4))
+    assert [(h.classes, h.dim) for h in plan(model, SMALL, example=IMAGE, head="3").heads] == [(4, 1)]
+
+
+class Dueling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(12, 32), nn.BatchNorm1d(32), nn.ReLU())
+        self.value, self.advantage = nn.Linear(32, 1), nn.Linear(32, 6)
+
+    def forward(self, x):
+        h = self.body(x)
+        advantage = self.advantage(h)
+        return self.value(h) + advantage - advantage.mean(1, keepdim=True)
+
+
+def test_both_heads_of_a_dueling_network_are_found():
+    assert {h.name for h in plan(Dueling(), SMALL, example=(4, 12)).heads} == {"value", "advantage"}
 
 
 class Levels(nn.Module):
@@ -327,6 +403,11 @@ class NoisyNorm(nn.BatchNorm2d):
         return F.dropout(super().forward(x), 0.5, self.training)
 
 
+class Neutral(nn.BatchNorm2d):
+    def forward(self, x):
+        return 1.0 * super().forward(x) + 0.0
+
+
 class OtherView(nn.BatchNorm2d):
     """Nothing but a normalisation, whatever it does to shapes on the way."""
 
@@ -337,7 +418,8 @@ class OtherView(nn.BatchNorm2d):
 def test_what_a_norm_does_in_training_only_is_not_lost():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), NoisyNorm(8), *tail())
     invariants.refuses(model, SMALL, example=IMAGE, match="1: NoisyNorm does more than normalise")
-    convert_(nn.Sequential(nn.Conv2d(3, 8, 3), OtherView(8), *tail()), SMALL, example=IMAGE)
+    for kind in (OtherView, Neutral):
+        convert_(nn.Sequential(nn.Conv2d(3, 8, 3), kind(8), *tail()), SMALL, example=IMAGE)
 
 
 class Holder:
@@ -507,7 +589,11 @@ class ByName(nn.Module):
         (plain(), torch.zeros(0, 3, 16, 16), "has no elements"),
         (plain(), (2, 3, 10**6, 10**6), "does not fit into memory"),
         (ByName(), IMAGE, r"Arguments by name go in a dict: example=\{'image': tensor\}"),
-        (nn.Sequential(nn.Embedding(5, 8), nn.Flatten(), nn.BatchNorm1d(24)), (2, 3), "stands for one float tensor"),
+        (
+            nn.Sequential(nn.Embedding(5, 8), nn.Flatten(), nn.BatchNorm1d(24)),
+            (2, 3),
+            "A shape stands for one float tensor",
+        ),
     ],
 )
 def test_examples_that_do_not_fit(model, example, words):

@@ -56,7 +56,8 @@ class NameNotFoundError(MimicNormError):
 
     def __init__(self, message: str, name: str = "", known: Iterable[str] = ()):
         known = list(known)
-        near = difflib.get_close_matches(name.lower(), known, n=4, cutoff=0.5)
+        lower = {k.lower(): k for k in known}
+        near = [lower[k] for k in difflib.get_close_matches(name.lower(), lower, n=4, cutoff=0.5)]
         hint = f" Near ones: {', '.join(near)}." if near else ""
         listed = f" Known: {', '.join(known)}." if known and (len(known) < 12 or (len(known) < 60 and not near)) else ""
         super().__init__(f"{message}{hint}{listed}")

@@ -19,6 +19,10 @@ RESHAPED = (*_TO_OWNER, Kind.POOL, Kind.RESIZE, Kind.CONSTANT)
 _TO_LAYERS = (*RESHAPED, Kind.ACTIVATION)
 _TO_END = (*_TO_LAYERS, Kind.PRODUCT)
 _TO_LOGITS = (*RESHAPED, Kind.SOFTMAX)
+_TURNS = {
+    "permute", "transpose", "t", "adjoint", "movedim", "moveaxis", "swapaxes", "swapdims", "view", "reshape", "flatten",
+    "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "as_strided", "unfold", "pixel_shuffle", "ravel",
+}  # fmt: skip
 _RELUS, _CLAMPS = ("relu", "relu6"), ("clamp", "clip", "clamp_min", "hardtanh", "threshold")
 
 
@@ -67,6 +71,7 @@ def shifted(operands: tuple[Node, ...], shape: torch.Size, layers: int) -> Node 
             continue
         gammas, betas = ([o for o in group if o is not keep] for group, keep in ((product.inputs, kept), (operands, n)))
         apart = not any(o.ancestors & kept.ancestors & layers for o in (*gammas, *betas))
+        apart = apart and not any(map(_is_normed, betas))  # else two streams meet, each with its norm
         if apart and all(g.ancestors & b.ancestors & ~kept.ancestors for g in gammas for b in betas):
             return n
     return None
@@ -127,14 +132,19 @@ def reached_layers(node: Node) -> list[Node]:
             continue
         if user.kind is Kind.LAYER:
             found += [user] if user.layer is not None else []
-        elif user.kind is Kind.PRODUCT:
-            if not (_self_gate(user) or (carried(user) is before and _modulated(user))):
-                continue
-        elif user.kind not in _TO_LAYERS or (user.kind is Kind.CONSTANT and carried(user) is not before):
-            continue
+        elif _passes(before, user):
+            front += [(user, u) for u in user.users]
+        else:
+            continue  # perhaps it is come upon again, from what it carries
         seen.add(user)
-        front += [(user, u) for u in user.users] if user.kind is not Kind.LAYER else []
     return sorted(found, key=lambda n: n.index)
+
+
+def _passes(before: Node, user: Node) -> bool:
+    """Whether an operation that reads a tensor passes it on."""
+    if user.kind is Kind.PRODUCT:
+        return _self_gate(user) or (carried(user) is before and _modulated(user))
+    return user.kind in _TO_LAYERS and not (user.kind is Kind.CONSTANT and carried(user) is not before)
 
 
 def _modulated(product: Node) -> bool:
@@ -319,10 +329,11 @@ def logits(graph: Graph) -> tuple[list[Logits], list[str]]:
             # A loss that the model computes itself may read logits, too; further layers may not.
             read_on = any(u not in seen and goes_on >> u.index & 1 for u in node.users)
             through = node.kind in _TO_LOGITS or (node.op == "relu" and pooled)  # SqueezeNet: conv, relu, pool
-            if through and not read_on:
+            shifts = node.kind is Kind.CONSTANT and len(node.inputs) > 1  # value + advantage: two heads
+            if through and not shifts and not read_on:
                 before = carried(node)
                 front += [before] if before is not None else []
-            elif node.kind in (Kind.SUM, Kind.CONCAT) and not read_on:
+            elif (shifts or node.kind in (Kind.SUM, Kind.CONCAT)) and not read_on:
                 front += node.inputs
             elif node.kind is Kind.LAYER and (node.layer or node.made_by) and not read_on:
                 name = node.layer or node.made_by[0]
@@ -358,7 +369,7 @@ def logits_at(node: Node, name: str) -> Logits | None:
     A container may turn what its layer made; then they are where the layer's width is, or it cannot be told.
     """
     layer = walk_back(node, _TO_LOGITS)
-    turned = walk_back(node, _TO_LOGITS, lambda n: n.kind is Kind.VIEW).kind is Kind.VIEW
+    turned = walk_back(node, _TO_LOGITS, lambda n: n.op in _TURNS).op in _TURNS
     convolved = layer.op.startswith("conv") or (layer.kind is not Kind.LAYER and len(node.shape) == 4)
     dim = 1 if convolved else -1
     width = layer.shape[dim] if layer.kind is Kind.LAYER else node.shape[dim]

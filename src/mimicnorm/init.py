@@ -166,9 +166,10 @@ def _quiet(model: nn.Module, calibrated: set[int]) -> Iterator[None]:
     """Training mode, so that auxiliary heads run, but with every dropout off and all that it writes put back.
 
     Calibration itself writes to weights and scalars; what else a forward pass may change (statistics, a momentum
-    encoder) is not for it to keep.
+    encoder, which no optimizer trains) is not for it to keep.
     """
-    written = [*model.buffers(), *(p for p in model.parameters() if id(p) not in calibrated)]
+    frozen = (p for p in model.parameters() if not p.requires_grad and id(p) not in calibrated)
+    written = [*model.buffers(), *frozen]
     values = [(t, t.detach().clone()) for t in written]
     try:
         with untouched(model), _NoDropout():

@@ -23,7 +23,7 @@ from mimicnorm.errors import MimicNormError, RefusedError
 from mimicnorm.gains import feed, without_formula
 from mimicnorm.graph import Graph, Node
 from mimicnorm.isolate import untouched
-from mimicnorm.layers import Derived, LastNorm, fan_in, group_count
+from mimicnorm.layers import Derived, LastNorm, fan_in, group_count, has_own_forward
 from mimicnorm.methods import GroupNormWS, Method, as_method
 from mimicnorm.ops import Kind
 from mimicnorm.ownership import REPLACED, Ownership
@@ -233,13 +233,11 @@ class _Planner(Ownership):
             if action == "bias":
                 step = dataclasses.replace(step, on_raw_input=flow.on_raw_input(call))
             steps[name] = step
-        small = [
-            n for n, step in steps.items() if step.why == self._too_small and not flow.on_raw_input(self.roles[n][0])
-        ]
+        small = [n for n, step in steps.items() if step.why == self._too_small]
         if small:
             self.plan.notes.append(
-                f"{count(len(small), 'layer')} behind the first ({_few(small)}) not centred for a {self._too_small}: "
-                "two narrow networks trained better with a smaller min_fan_in (docs/compare.md)"
+                f"{count(len(small), 'layer')} ({_few(small)}) not centred for a {self._too_small}: on small images "
+                "two networks trained better with a smaller min_fan_in, which centres the first layer (docs/compare.md)"
             )
         return steps
 
@@ -288,9 +286,13 @@ class _Planner(Ownership):
             return REPLACED
         if reweights and not self.probes[name].centres:
             version = "weight-mean" if action == "centre" else "standardised"
-            whose = "hooks" if module._forward_pre_hooks else "a forward"
+            if not has_own_forward(type(module)):
+                return (
+                    f"a hook writes into its weight (a mask, say), which its {version} version would undo",
+                    "Leave its BatchNorm with where=, or remove the hook",
+                )
             return (
-                f"{type(module).__name__} has {whose} of its own, and its {version} version gives another output",
+                f"{type(module).__name__} has a forward of its own, and its {version} version gives another output",
                 "Leave its BatchNorm with where=, or use a plain layer",
             )
         return None
@@ -380,7 +382,8 @@ class _Planner(Ownership):
         # Layer and BatchNorm meet in every call of either, and in nothing else: they may be used as one.
         read_once = all(flow.read_once(o) and not o.tapped for o in self.owned[name])
         paired = len(owners) == 1 and self.uses[layer.name] == len(calls) == len(set(self.owned[name]))
-        alone = paired and read_once and self._inside(layer.name) and not self._may_follow(name)
+        sharer, tapped = self._may_share(name), any(o.tapped for o in self.owned[name])
+        alone = paired and read_once and self._inside(layer.name) and sharer is None
         why = ""
         factor = self.method.branch_factor
         direct = all(c.inputs[0] is o for c, o in zip(calls, self.owned[name], strict=True))
@@ -402,17 +405,20 @@ class _Planner(Ownership):
                 layers[layer.name] = dataclasses.replace(layer, beta_from=name)
             return NormStep(name, kind, "post", "remove", owners, v=v, why=why or f"owned by {layer.name}")
         reason = "beta cannot become its layer's bias" if alone else "its layer is also used without it"
+        reason = f"{sharer} did not run and may share its layer" if sharer is not None else reason
         reason = reason if read_once else "its layer's output is read more than once"
+        reason = "a hook or an attribute may keep its layer's output" if tapped else reason
         return NormStep(name, kind, "post", "shift", owners, v=v, why=why or reason)
 
-    def _may_follow(self, name: str) -> bool:
-        """Whether a BatchNorm that did not run (another domain's, another exit's) may share the layer of this one."""
-        unseen = (m for n, m in self.norms.items() if n not in self.left and not self.uses[n])
-        return any(probe.channels(m) == probe.channels(self.norms[name]) for m in unseen)
+    def _may_share(self, name: str) -> str | None:
+        """A BatchNorm beside this one, of its width, that did not run: another domain's norm of the same layer, say."""
+        parent, width = name.rpartition(".")[0], probe.channels(self.norms[name])
+        unseen = (n for n in self.norms if n not in self.left and not self.uses[n] and n.rpartition(".")[0] == parent)
+        return next((n for n in unseen if probe.channels(self.norms[n]) == width), None)
 
     def _does_more(self, name: str) -> bool:
         """Whether a BatchNorm was seen to do more in training than its probe in evaluation mode shows."""
-        silent = (Kind.NORM, Kind.VIEW, Kind.PAD, Kind.CONCAT)
+        silent = (Kind.NORM, Kind.VIEW, Kind.PAD, Kind.CONCAT, Kind.CONSTANT)  # the probe sees constants
         inside = (n for n in self.graph.nodes if n.where == name and n.kind not in silent)
         return isinstance(self.norms[name], _BatchNorm) and any(n.users or n.is_output for n in inside)
 
@@ -445,8 +451,8 @@ class _Planner(Ownership):
         if init == "auto" and trained:
             self.refuse(
                 trained[0],
-                f"the network looks trained (running statistics are not 0 and 1 in "
-                f"{count(len(trained), 'BatchNorm')}), and converting sets new starting weights",
+                f"the network looks trained (running statistics other than 0 and 1, or without any betas that differ, "
+                f"in {count(len(trained), 'BatchNorm')}), and converting sets new starting weights",
                 'Say so with init="theory" or init="calibrate"; init=None keeps every weight (a checkpoint follows)',
             )
         if init == "calibrate" and self.method.own_init:

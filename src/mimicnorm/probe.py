@@ -98,8 +98,10 @@ class LayerProbe:
 
 
 def layer(module: nn.Module, input_shape: torch.Size) -> LayerProbe:
-    """Probe a weight layer; PyTorch's own forwards are known to comply, unless a hook may write into the weight."""
-    if not has_own_forward(type(module)) and not module._forward_pre_hooks:
+    """Probe a weight layer; PyTorch's own forwards are known to comply, unless a hook writes into the weight."""
+    if module._forward_pre_hooks and _is_written(module, input_shape):
+        return LayerProbe(False, False, False)
+    if not has_own_forward(type(module)):
         return LayerProbe(True, True, True)
     x = torch.randn((1, *input_shape[1:]), generator=_generator(), device="cpu", dtype=torch.float32)
     try:
@@ -108,6 +110,18 @@ def layer(module: nn.Module, input_shape: torch.Size) -> LayerProbe:
             return _layer(twin, x)
     except Exception:  # a foreign forward that does not run alone is not understood
         return LayerProbe(False, False, False)
+
+
+def _is_written(module: nn.Module, input_shape: torch.Size) -> bool:
+    """Whether a call, with the module's hooks, changes its weight."""
+    try:
+        twin: Any = _on_cpu(module)
+        with torch.no_grad():
+            before = twin.weight.normal_(generator=_generator()).clone()
+            twin(torch.randn(input_shape, generator=_generator(), device="cpu", dtype=torch.float32))
+            return not torch.equal(before, twin.weight)
+    except Exception:  # a hook that does not run alone says nothing about the weight
+        return False
 
 
 def _layer(twin: Any, x: Tensor) -> LayerProbe:

@@ -133,13 +133,13 @@ def _advice(model: nn.Module, error: Exception, example: Any) -> str:
         return "A dict is taken as keyword arguments: write (example,) to pass it as one."
     if isinstance(error, TypeError) and isinstance(example, list) and not is_shape(example):
         return "A list is taken as positional arguments: write (example,) to pass it as one."
-    parameters = inspect.signature(model.forward).parameters.values()
-    named = next((p.name for p in parameters if p.kind is p.KEYWORD_ONLY), None)
-    if isinstance(error, TypeError) and named is not None:
-        return f"Arguments by name go in a dict: example={{{named!r}: tensor}}."
-    if is_shape(example):
-        return "A shape stands for one float tensor of noise: give the tensors themselves if the model takes others."
-    return "Give an example the model runs on."
+    if isinstance(error, TypeError):
+        with contextlib.suppress(ValueError):  # no signature
+            for p in inspect.signature(model.forward).parameters.values():
+                if p.kind is p.KEYWORD_ONLY:
+                    return f"Arguments by name go in a dict: example={{{p.name!r}: tensor}}."
+    shape = " A shape stands for one float tensor: other inputs must be given themselves." if is_shape(example) else ""
+    return f"Give an example the model runs on.{shape}"
 
 
 def _first_line(error: Exception) -> str:
@@ -374,10 +374,14 @@ class _Recorder(TorchFunctionMode):
             node.tapped |= bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
 
     def note_taps(self, model: nn.Module) -> None:
-        """Tensors that a module keeps as attributes may be read after the pass."""
-        for t in (t for m in model.modules() for v in m.__dict__.values() for t in pytree.tree_leaves(v)):
-            if id(t) in self.known:
-                self.known[id(t)][1].tapped = True
+        """Tensors that a module keeps as attributes, or views of them, may be read after the pass."""
+        for kept in (v for m in model.modules() for v in m.__dict__.values()):
+            held = vars(kept).values() if hasattr(kept, "__dict__") and not isinstance(kept, Tensor) else ()
+            several = kept.values() if isinstance(kept, dict) else kept if isinstance(kept, (list, tuple)) else held
+            for t in (t for t in (kept, *several) if isinstance(t, Tensor)):
+                for view in self.aliases.get(storage_of(t), ()):
+                    if id(view) in self.known:
+                        self.known[id(view)][1].tapped = True
 
     def close_frozen(self, result: Tensor) -> None:
         name, x, since = self.frozen.pop()

@@ -116,7 +116,7 @@ def _carry_out(model: nn.Module, planned: Plan, example: Any, where: Where | Non
     report = Report(**planned.__dict__)
     if not report.method.removes_norm:
         return report
-    with _all_or_nothing(model):
+    with _all_or_nothing(model, report):
         _operate(model, report)
         model._mimicnorm = planned  # pyrefly: ignore  # for check and init_; not in the state dict
         suspects = _still_runs(model, report, example)
@@ -137,9 +137,9 @@ def init_(model: nn.Module, init: str = "theory", *, example: Any = None) -> Non
         init: "theory", or "calibrate" (needs ``example``).
         example: As for ``convert_``; real data is best.
     """
-    with _all_or_nothing(model):
-        for prefix, root in _conversions(model):
-            done: Plan = root._mimicnorm  # pyrefly: ignore
+    for prefix, root in _conversions(model):
+        done: Plan = root._mimicnorm  # pyrefly: ignore
+        with _all_or_nothing(root, done):
             if done.method.own_init and init == "calibrate":
                 raise InitError(f'{type(done.method).__name__} {OWN_INIT}: use init="theory"')
             if prefix and init == "calibrate":
@@ -380,12 +380,13 @@ def become(module: nn.Module, other: nn.Module) -> None:
 
 
 @contextlib.contextmanager
-def _all_or_nothing(model: nn.Module) -> Iterator[None]:
-    """Put classes, attributes, registries, values and the random state back if anything raises."""
-    if not isinstance(model, nn.Module):
-        raise MimicNormError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    restore, values = snapshot(model), [(t, t.detach().clone()) for t in (*model.parameters(), *model.buffers())]
-    random, on_cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+def _all_or_nothing(model: nn.Module, done: Plan) -> Iterator[None]:
+    """Put classes, attributes, registries, values that may be written and the random state back if anything raises."""
+    restore, named = snapshot(model), dict(model.named_modules())
+    changed = [*(s.name for s in (*done.layers, *done.norms)), *done.gates]
+    written = {id(p): p for name in changed for p in named[name].parameters()} | {id(b): b for b in model.buffers()}
+    values = [(t, t.detach().clone()) for t in written.values()]
+    random, on_cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
         yield
     except BaseException:
@@ -393,5 +394,6 @@ def _all_or_nothing(model: nn.Module) -> Iterator[None]:
         for t, value in values:
             t.data.copy_(value)
         torch.set_rng_state(random)
-        torch.cuda.set_rng_state_all(on_cuda) if on_cuda else None
+        if on_cuda is not None:
+            torch.cuda.set_rng_state_all(on_cuda)
         raise

@@ -180,3 +180,11 @@ def test_join_checks_the_samples():
     ]:
         with pytest.raises(MicroBatchError, match=message):
             join("aux", parts, pieces)
+
+
+def test_a_pair_that_all_micro_batches_share_may_be_as_long_as_one_of_them():
+    x, y = torch.randn(6, 3), torch.arange(6)
+    pieces = collect([(x[:4], {"y": y[:4], "size": (8, 8)}), (x[4:], {"y": y[4:], "size": (8, 8)})])
+    assert together(pieces)["size"] == (8, 8)
+    with pytest.raises(MicroBatchError, match="a list of 2 values for 2 samples"):
+        together(collect([(x[:2], (8, 8)), (x[2:4], (8, 8))]))

@@ -163,3 +163,18 @@ def test_bad_input_is_named(call, says):
     with pytest.raises(TheoryError) as caught:
         call()
     assert says in str(caught.value)
+
+
+def test_a_gain_needs_no_slope():
+    def phi(x):
+        return torch.sign(x) * x.abs().sqrt()
+
+    z = torch.linspace(-12, 12, 4_000_001, dtype=torch.float64)
+    weight = torch.exp(-(z**2) / 2) * (z[1] - z[0]) / math.sqrt(2 * math.pi)
+    assert gain(phi) == pytest.approx(float((weight * phi(z) ** 2).sum()) ** -0.5, rel=1e-6)
+    assert math.isnan(activation_stats(phi).chi1)
+
+
+def test_a_function_in_float32_is_told_so():
+    with pytest.raises(TheoryError, match="computes in float32"):
+        gain(lambda x: torch.tanh(x.float()))

@@ -68,7 +68,7 @@ def test_the_schedule_follows_the_epochs_unless_it_is_given():
         r = recipe(name, **changes)
         return r.milestones, r.warmup_epochs
 
-    assert schedule("cifar100-resnet18", epochs=3) == ((2, 2), 0.75)
+    assert schedule("cifar100-resnet18", epochs=3) == ((2,), 0.75)
     assert schedule("cifar100-resnet18", epochs=300) == ((160, 220, 270), 2.0)
     assert schedule("cifar100-resnet18-desk", epochs=10) == ((5, 7, 9), 2.0)  # the paper's, not the desk's rounded ones
     assert schedule("digits-mlp10", epochs=1) == ((), 0.25)
@@ -79,3 +79,9 @@ def test_the_schedule_follows_the_epochs_unless_it_is_given():
 def test_what_a_seed_may_be_is_said():
     with pytest.raises(RecipeError, match=r"at least 0 and below 2\^63"):
         recipe("digits-mlp10", seed=2**63)
+
+
+def test_short_runs_are_not_cut_at_once():
+    assert recipe("imagenet-resnet50", epochs=1).milestones == ()
+    assert recipe("cifar100-resnet18", epochs=2).milestones == (1,)
+    assert recipe("cifar100-resnet18", epochs=3).milestones == (2,)

@@ -18,7 +18,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         mendable = (MimicNormError, TheoryError, OSError)
         command.run()
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed by the shell (>&-)
+            sys.stdout.flush()
     except BrokenPipeError:  # the reader has what it wants (| head -1): end as a C program would
         from mimicnorm.training.progress import silence
 

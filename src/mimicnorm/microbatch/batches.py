@@ -123,8 +123,9 @@ def _refuse_reuse(kept: list[tuple[int, Tensor, int]], at_once: bool) -> None:
 
 def together(pieces: list[MicroBatch]) -> Any:
     """The targets of the whole batch."""
-    for p in pieces:
-        _refuse_lists(p.targets, p.size, _LOOKED_UP.format("the number of samples"))
+    lists = [_list_of_samples(p.targets, p.size) for p in pieces]
+    if all(found is not None for found in lists):  # else it is as long as some micro-batch by chance
+        _refuse_list(lists[0], _LOOKED_UP.format("the number of samples"))
     flat, specs = zip(*(pytree.tree_flatten(p.targets) for p in pieces), strict=True)
     if any(s != specs[0] for s in specs):
         raise MicroBatchError("the micro-batches' targets differ in structure; yield the same from each")
@@ -203,7 +204,13 @@ _LOOKED_UP = (
 
 
 def _refuse_lists(structure: Any, size: int, remedy: str) -> None:
-    """Raise for a list of one item per sample: its items, not the list, would be cut or go to every micro-batch.
+    """Raise for a list of one item per sample: its items, not the list, would be cut or go to every micro-batch."""
+    if (found := _list_of_samples(structure, size)) is not None:
+        _refuse_list(found, remedy)
+
+
+def _list_of_samples(structure: Any, size: int) -> list | tuple | None:
+    """A list of one item per sample, if there is one.
 
     What is taken are lists of tensors that count the samples, with numbers between them, and of nothing but None.
     """
@@ -214,12 +221,16 @@ def _refuse_lists(structure: Any, size: int, remedy: str) -> None:
         counts = [len(t) == size for t in samples_in(x)]
         return not counts or not all(counts) or all(isinstance(i, dict) for i in x)
 
-    for x in pytree.tree_leaves(structure, is_leaf=one_each):
-        if one_each(x):
-            values = all(isinstance(i, (Number, str, Tensor, np.ndarray)) and not _counts(i) for i in x)
-            kind = "values" if values else f"items ({', '.join(sorted({type(i).__name__ for i in x}))})"
-            remedy = "give one value per sample as a tensor or a NumPy array" if values else remedy
-            raise MicroBatchError(f"a list of {size} {kind} for {size} samples, which cannot be cut: {remedy}")
+    return next((x for x in pytree.tree_leaves(structure, is_leaf=one_each) if one_each(x)), None)
+
+
+def _refuse_list(x: Any, remedy: str) -> None:
+    values = all(isinstance(i, (Number, str, Tensor, np.ndarray)) and not _counts(i) for i in x)
+    kind = "values" if values else f"items ({', '.join(sorted({type(i).__name__ for i in x}))})"
+    remedy = "give one value per sample as a tensor or a NumPy array" if values else remedy
+    raise MicroBatchError(
+        f"a list of {len(x)} {kind} for {len(x)} samples, which can be neither cut nor joined: {remedy}"
+    )
 
 
 def _size(structure: Any, what: str) -> int:

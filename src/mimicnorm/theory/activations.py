@@ -235,10 +235,11 @@ def find_kinks(activation: Activation, reach: float = 16.0) -> tuple[float, ...]
     return tuple(sorted(found))
 
 
-def settled_moments(activation: Activation, q: float) -> tuple[float, float]:
+def settled_moments(activation: Activation, q: float, with_slope: bool = True) -> tuple[float, float]:
     """Return E[phi^2] and E[phi'^2] at variance q, refusing a function whose moments depend on the panels.
 
-    For callables: of registered functions it is known where they bend.
+    For callables: of registered functions it is known where they bend. Without `with_slope`, a slope whose moment
+    depends on them gives NaN.
     """
     ends = breakpoints(activation.kinks, math.sqrt(q))
     found = []
@@ -247,8 +248,10 @@ def settled_moments(activation: Activation, q: float) -> tuple[float, float]:
         x = math.sqrt(q) * z
         phi, slope = activation(x).detach(), activation.derivative(x)
         found.append([float((w * f).sum()) for f in (phi, phi**2, slope**2)])
-    require_close(activation, q, *found)
-    return found[1][1], found[1][2]
+    asked = slice(3 if with_slope else 2)
+    require_close(activation, q, *(moments[asked] for moments in found))
+    settled = with_slope or math.isclose(found[0][2], found[1][2], rel_tol=1e-9)
+    return found[1][1], found[1][2] if settled else math.nan
 
 
 def require_close(activation: Activation, q: float, coarse: Sequence[float], fine: Sequence[float]) -> None:
@@ -258,8 +261,8 @@ def require_close(activation: Activation, q: float, coarse: Sequence[float], fin
         worst = max(zip(coarse, fine, strict=True), key=lambda pair: abs(pair[0] - pair[1]))
         raise TheoryError(
             f"the moments of activation {activation.name!r} at variances up to {q:g} do not settle: finer panels turn "
-            f"{worst[0]:.10g} into {worst[1]:.10g}. They do not exist, or it bends too often or at kinks that were not "
-            "found: pass kinks=, or use a smaller variance."
+            f"{worst[0]:.10g} into {worst[1]:.10g}. They do not exist, it bends too often or at kinks that were not "
+            "found, or it computes in float32: pass kinks=, use a smaller variance, or keep float64 inside."
         )
 
 
@@ -275,7 +278,8 @@ class ActivationStats:
         variance: second_moment - mean^2.
         sd: square root of the variance.
         rms: square root of the second moment.
-        chi1: g^2 E[phi'(z)^2], the slope of the correlation map at 1 (paper: 1 / (1 - 1/pi) for ReLU).
+        chi1: g^2 E[phi'(z)^2], the slope of the correlation map at 1 (paper: 1 / (1 - 1/pi) for ReLU); NaN for a
+            callable whose slope is too steep for the quadrature.
         tbar_slope_at_zero: g^2 E[phi'(z)]^2, its slope at 0: the factor per layer of a small correlation.
         variance_slope: dV/dq at q = 1 of V(q) = g^2 Var(phi(sqrt(q) z)); above 1 the variance drifts.
     """
@@ -313,8 +317,7 @@ def _stats(activation: Activation) -> ActivationStats:
             "Gaussian mean; the theory needs a function that is finite everywhere."
         )
 
-    if not activation.built_in:
-        settled_moments(activation, 1.0)
+    settles = activation.built_in or not math.isnan(settled_moments(activation, 1.0, with_slope=False)[1])
 
     def mean_of(values: Tensor) -> float:
         return float((w * values).sum())
@@ -331,7 +334,7 @@ def _stats(activation: Activation) -> ActivationStats:
         variance=variance,
         sd=math.sqrt(variance),
         rms=math.sqrt(second),
-        chi1=mean_of(slope**2) / variance,
+        chi1=mean_of(slope**2) / variance if settles else math.nan,
         tbar_slope_at_zero=mean_of((phi - mean) * z) ** 2 / variance,  # E[phi'] = E[z phi], also for steps
         variance_slope=mean_of((phi - mean) * slope * z) / variance,
     )

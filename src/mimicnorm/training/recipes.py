@@ -148,7 +148,7 @@ def adapted(base: Recipe, paper: Recipe, **changes: object) -> Recipe:
         )
     scaled = (round(epoch * chosen.epochs / paper.epochs) for epoch in paper.milestones)
     follows = {
-        "milestones": tuple(epoch for epoch in scaled if epoch < chosen.epochs),
+        "milestones": tuple(dict.fromkeys(epoch for epoch in scaled if 0 < epoch < chosen.epochs)),
         "warmup_epochs": min(paper.warmup_epochs, chosen.epochs / 4),
         "width": 1.0 if ":" in chosen.model else chosen.width,
     }
