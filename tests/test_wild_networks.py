@@ -14,7 +14,7 @@ from torch import nn
 from mimicnorm.errors import CheckError, ExampleError, MimicNormError, RefusedError
 from mimicnorm.example import tensors_in
 from mimicnorm.layers import LastNorm
-from mimicnorm.methods import Fixup, LastBN, MimicNorm, NoNorm, ScaledWS, SkipInit
+from mimicnorm.methods import Fixup, GroupNormWS, LastBN, MimicNorm, NoNorm, ScaledWS, SkipInit
 from mimicnorm.planning import plan
 from mimicnorm.surgery import check, convert, convert_, init_
 
@@ -393,9 +393,15 @@ class Einsum(nn.Module):
 
 def test_a_weight_that_no_layer_holds_is_said_and_alone_refused():
     notes = plan(Einsum(linear=True), SMALL, example=(4, 64)).notes
-    assert sum("made by einsum in the model itself with a weight that no layer holds" in n for n in notes) == 3
-    invariants.refuses(Einsum(), SMALL, example=(4, 64), match="norms.0: MimicNorm changes layers, and here no")
+    assert sum("made by einsum in the model itself, not by a convolution or linear layer" in n for n in notes) == 3
+    invariants.refuses(Einsum(), SMALL, example=(4, 64), match="norms.0: MimicNorm changes convolutions and linear lay")
     convert_(Einsum(), NoNorm(), example=(4, 64))
+    convert_(Einsum(), GroupNormWS(), example=(4, 64))
+
+
+def test_a_network_in_which_no_layer_is_changed_is_told_so():
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.BatchNorm1d(16), nn.Linear(16, 3))
+    assert any("no layer is changed" in note for note in plan(model, SMALL, example=(4, 8)).notes)
 
 
 class NoisyNorm(nn.BatchNorm2d):

@@ -38,7 +38,7 @@ class Ownership:
         self.owned: dict[str, list[Node]] = {}
         self.reached: dict[str, list[Node]] = {}
         self.roles: dict[str, tuple[Node, str]] = {}
-        self.bare: list[str] = []  # BatchNorms behind a weight that no layer holds
+        self.bare: list[str] = []  # BatchNorms behind a weight of no layer that can be changed
 
     def find(self, head: str | Sequence[str] | None) -> None:
         """Give everything its role."""
@@ -48,12 +48,15 @@ class Ownership:
         self._branch_last_layers()
         if self.method.zeroes:
             self._zero_heads()
-        if self.bare and not self.roles:
+        if self.bare and not self.roles and self.method.instead != "group":
             self.refuse(
                 self.bare[0],
-                f"{type(self.method).__name__} changes layers, and here no BatchNorm follows one: what they read is "
-                "made with weights that no layer holds",
-                "Put the weights into nn.Linear or nn.Conv, or use NoNorm() to take the BatchNorms out only",
+                f"{type(self.method).__name__} changes convolutions and linear layers, and no BatchNorm follows one",
+                "Put bare weights into nn.Linear or nn.Conv, or use NoNorm() to take the BatchNorms out only",
+            )
+        elif not self.roles and self.reached and self.method.weights != "keep":
+            self.plan.notes.append(
+                "no layer is changed: no BatchNorm is beside a convolution or linear layer but the head"
             )
 
     def refuse(self, name: str, reason: str, remedy: str) -> None:
@@ -184,14 +187,14 @@ class Ownership:
                 self._note_bare_weight(name, calls[0])
 
     def _note_bare_weight(self, name: str, call: Node) -> None:
-        """Say where the weight before a BatchNorm is no layer's, so that nothing is done to it."""
+        """Say where the weight before a BatchNorm is of no layer that can be changed."""
         maker = flow.before_norm(call)
         bare = maker.kind is Kind.LAYER or (maker.op in _MATRIX_PRODUCTS and len(maker.inputs) == 1)
         if self.method.weights != "keep" and maker.layer is None and bare:
             self.bare.append(name)
             self.plan.notes.append(
-                f"{name}: its input is made by {maker.op} in {maker.where or 'the model itself'} with a weight that no "
-                "layer holds, so that weight is neither changed nor given a start"
+                f"{name}: its input is made by {maker.op} in {maker.where or 'the model itself'}, not by a "
+                "convolution or linear layer, so the weight there is neither changed nor given a start"
             )
 
     def _take(self, call: Node, role: str) -> None:
