@@ -5,7 +5,8 @@
 ``theory``: variance of the first convolution's output in each residual branch over the predicted v (ResNets), or of
 every layer (VGG-16), the largest over the smallest. ``calibrate``: the variance of every layer that owned a BatchNorm,
 at its first use, on the batch it was calibrated on and on another one (both normal noise), and the largest variance
-that any module puts out. Rows are kept: the same command goes on.
+there that any convolution or linear layer puts out, and any module at all (sums, too). Rows are kept: the same command
+goes on.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from provenance import Rows, zoo
 from signals import largest_variance, variances
 
+from mimicnorm.layers import WEIGHT_LAYERS
 from mimicnorm.methods import MimicNorm
 from mimicnorm.surgery import convert_
 
@@ -48,11 +50,13 @@ def calibrate(name: str, side: int) -> dict[str, float]:
     x, other = torch.randn(2, SAMPLES, 3, side, side)
     owners = [s.name for s in convert_(model, MimicNorm(), example=x, init="calibrate").layers]
     same, another = (variances(model, owners, batch).values() for batch in (x, other))
+    layers = [n for n, m in model.named_modules() if isinstance(m, WEIGHT_LAYERS)]
     return {
         "least": min(same),
         "most": max(same),
         "least_on_another_batch": min(another),
         "most_on_another_batch": max(another),
+        "largest_of_layers": max(variances(model, layers, other).values()),
         "largest_variance": largest_variance(model, other),
     }
 
