@@ -298,14 +298,17 @@ def speed() -> str:
 
 def signal() -> str:
     rows = load("signal")["rows"]
-    head = "network | layers that owned a BatchNorm, on another batch | largest of any module: median, worst seed"
+    head = (
+        "network | layers that owned a BatchNorm, on another batch | largest of any layer, worst seed "
+        "| largest of any module, sums included: median, worst seed"
+    )
     lines = []
     for network in dict.fromkeys(r["network"] for r in rows if r["init"] == "calibrate"):
         own = [r for r in rows if r["network"] == network]
         least, most = (f(r[f"{n}_on_another_batch"] for r in own) for f, n in ((min, "least"), (max, "most")))
-        largest = sorted(r["largest_variance"] for r in own)
-        middle, worst = statistics.median(largest), largest[-1]
-        lines.append((f"`{network}`", f"{least:.2f} to {most:.2f}", f"{middle:.1f}, {worst:.1f}"))
+        layers, modules = ([r[name] for r in own] for name in ("largest_of_layers", "largest_variance"))
+        among = f"{statistics.median(modules):.1f}, {max(modules):.1f}"
+        lines.append((f"`{network}`", f"{least:.2f} to {most:.2f}", f"{max(layers):.1f}", among))
     return table(head, lines)
 
 

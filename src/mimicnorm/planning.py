@@ -150,14 +150,12 @@ class _Planner(Ownership):
         branches = self._branches()
         ends = {end for branch in branches for end in branch.ends}
         method = self.method
-        self.v = variance = residual.variance(
-            self.graph, ends, method.branch_variance, self._resets, gates=method.gains
-        )
+        variance = residual.variance(self.graph, ends, method.branch_variance, self._resets, gates=method.gains)
         layers = self._layer_steps(branches, ends, variance)
         self._norm_steps(ends, variance, layers)
         self.plan.layers = list(layers.values())
         self.plan.gates = [n for n in self.modules if n in self.gates and n not in self.roles and self._has_weight(n)]
-        self._init()
+        self._init(variance)
         if len(self.left) == len(self.norms):
             self.refuse("", "where= leaves every BatchNorm, so there is nothing to convert", "Let it accept some")
         return self.plan
@@ -445,14 +443,14 @@ class _Planner(Ownership):
 
     # -- starting weights ----------------------------------------------------------------------
 
-    def _init(self) -> None:
+    def _init(self, v: dict[Node, float]) -> None:
         init = self.init
         trained = [n for n, m in self.norms.items() if n not in self.left and looks_trained(m)]
         if init == "auto" and trained:
             self.refuse(
                 trained[0],
-                f"the network looks trained (running statistics other than 0 and 1, or without any betas that differ, "
-                f"in {count(len(trained), 'BatchNorm')}), and converting sets new starting weights",
+                f"the network looks trained ({count(len(trained), 'BatchNorm')} with running statistics other than 0 "
+                "and 1, or with betas that differ where there are none), and converting sets new starting weights",
                 'Say so with init="theory" or init="calibrate"; init=None keeps every weight (a checkpoint follows)',
             )
         if init == "calibrate" and self.method.own_init:
@@ -463,7 +461,7 @@ class _Planner(Ownership):
             behind = 0
             for call, _ in self.roles.values():
                 behind |= call.ancestors
-            why = without_formula((n for n in self.graph.nodes if behind >> n.index & 1), self.roles, self.v)
+            why = without_formula((n for n in self.graph.nodes if behind >> n.index & 1), self.roles, v)
             self.plan.init = "calibrate" if why else "theory"
             self.plan.init_why = why or "every operation on the way has a formula"
         else:

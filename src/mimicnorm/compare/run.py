@@ -84,7 +84,7 @@ def run(
         _write(data, Path(out))
         if jobs == 0:
             jobs = min(2, torch.get_num_threads()) if processes.device.type == "cpu" else 1
-        for contestant, seed, result in trained(job, Path(out), sources, data_dir, device, jobs, say):
+        for contestant, seed, result in trained(job, Path(out), sources, data_dir, device, jobs, say, progress):
             if result.status == "interrupted":
                 data["status"], data["signal"] = "interrupted", result.signal
                 break

@@ -23,7 +23,6 @@ from mimicnorm.data import Source
 from mimicnorm.errors import CheckpointError
 from mimicnorm.training.folder import Result, RunFolder
 from mimicnorm.training.loop import train
-from mimicnorm.training.progress import tell
 from mimicnorm.training.recipes import Recipe
 
 Finished = tuple[Contestant, int, Result]
@@ -52,6 +51,7 @@ def trained(
     device: str,
     jobs: int,
     say: Callable[[str], None],
+    progress: bool,
 ) -> Iterator[Finished]:
     """Train, or read, every run; the last one is "interrupted" if Ctrl-C or SIGTERM came."""
     runs = job.runs()
@@ -62,7 +62,7 @@ def trained(
         say(f"[{number}/{len(runs)}] {contestant.label}, seed {seed}")
         folder = out / folder_of(contestant, seed)
         recipe = job.run_recipe(contestant, seed)
-        result = train(recipe, folder, sources=sources, progress=say is tell, device=device)
+        result = train(recipe, folder, sources=sources, progress=progress, device=device)
         yield contestant, seed, result
         if result.status == "interrupted":
             return

@@ -61,11 +61,8 @@ def empirical_ntk(
     sides = [x] if x2 is None else [x, x2]
     jacobians = [(_per_sample if mode == "per_sample" else _batch)(model, parameters, side) for side in sides]
     left, right = jacobians[0], jacobians[-1]
-    m, m2, widths = (
-        len(x),
-        len(sides[-1]),
-        [_output_count(model, side if mode == "batch" else side[:64]) for side in sides],
-    )
+    m, m2 = len(x), len(sides[-1])
+    widths = [_output_count(model, side if mode == "batch" else side[:64]) for side in sides]
     if len(set(widths)) > 1:
         raise TheoryError(
             f"the model has {widths[0]} outputs on x and {widths[1]} on x2: a kernel needs as many on both."

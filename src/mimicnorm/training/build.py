@@ -61,8 +61,8 @@ def chosen_method(recipe: Recipe) -> Method:
 def narrowed(recipe: Recipe) -> dict[str, int]:
     """Settings of the method that follow the width, where none were given: the least fan-in of a centred layer.
 
-    The paper's 50 is meant for layers of full width: a quarter of it leaves projection shortcuts out that are centred
-    there.
+    The authors' 50 is meant for layers of full width. At a quarter of it projection shortcuts fall below, and with them
+    go points of accuracy, most of which the first layer's centring brings (docs/compare.md).
 
     Example:
         >>> from mimicnorm.training import recipe
