@@ -54,7 +54,7 @@ def decisions(planned: Plan) -> list[str]:
             f"scale={_digits(s.scale)} v={_digits(s.v)} beta_from={s.beta_from} factor={_digits(s.factor)} "
             f"output_factor={_digits(s.output_factor)} learns_gain={int(s.learns_gain)} raw={int(s.on_raw_input)}"
         )
-    lines += [f"head {h.name} outputs={h.classes} dim={h.dim}" for h in planned.heads]
+    lines += [f"head {h.name} outputs={h.outputs} dim={h.dim}" for h in planned.heads]
     lines += [f"gate {name}" for name in planned.gates]
     lines += [f"refused {r.name}" for r in planned.refusals]
     return [*lines, f"init {planned.init}"]

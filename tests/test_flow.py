@@ -155,45 +155,6 @@ def test_gate_layers_are_told_from_the_gated():
     assert flow.gate_layers(g) == {"fc1", "fc2"}
 
 
-def heads(model, shape=(2, 3, 8, 8)):
-    found, problems = flow.logits(record(model, shape))
-    return sorted((h.module, h.classes, h.dim) for h in found), problems
-
-
-def test_heads_of_every_shape():
-    assert heads(nets.resnet()) == ([("fc", 5, -1)], [])
-    assert heads(nets.Segmenter())[0] == [("aux", 4, 1), ("head", 4, 1)]
-    assert heads(nets.Mlp(), (2, 6, 64))[0] == [("head", 3, -1), ("head_dist", 3, -1)]
-    squeeze = nn.Sequential(nn.Conv2d(3, 7, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Softmax(1))
-    assert heads(squeeze)[0] == [("0", 7, 1)]
-    tokens = nn.Sequential(nn.Linear(3, 9))
-    assert heads(tokens, (2, 6, 3))[0] == [("0", 9, -1)]
-
-
-@pytest.mark.parametrize("last", [nn.BatchNorm2d(4), nn.ReLU(), nn.Tanh()])
-def test_no_evident_head(last):
-    found, problems = heads(nn.Sequential(nn.Conv2d(3, 4, 1), last))
-    assert not found
-    assert "output 0" in problems[0]
-
-
-def test_a_layer_that_the_network_goes_on_reading_is_no_head():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.conv, self.bn, self.fc = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Conv2d(4, 2, 1)
-
-        def forward(self, x):
-            y = self.conv(x)
-            return self.fc(self.bn(y)), y
-
-    g = record(Net(), (2, 3, 4, 4))
-    found, problems = flow.logits(g)
-    assert [h.module for h in found] == ["fc"]
-    assert "conv" in problems[0]
-    assert flow.owner(g.calls("bn")[0]) is None
-
-
 def test_the_larger_of_two_and_a_stack_that_is_summed():
     s = single_sum(lambda c, n, x: x + torch.maximum(n[0](c[0](x)), n[1](c[1](x))))
     assert ends(s) == ["n.0", "n.1"]

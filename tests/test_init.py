@@ -11,8 +11,8 @@ import zoo
 from signals import largest_variance, variances
 from torch import nn
 
-from mimicnorm.errors import ExampleError, InitError
-from mimicnorm.methods import MimicNorm, NoNorm
+from mimicnorm.errors import ExampleError, InitError, RefusedError
+from mimicnorm.methods import GroupNormWS, MimicNorm, NoNorm, ScaledWS
 from mimicnorm.surgery import convert_, init_
 
 SMALL = MimicNorm(min_fan_in=8)
@@ -187,3 +187,48 @@ def test_init_again_and_wrongly():
     torch.manual_seed(1)
     init_(nn.Sequential(model), "theory")
     assert torch.equal(model.blocks[0].conv1.weight, first)
+
+
+class Own(nn.Conv2d):
+    """A layer with parameters of its own under names that the conversion uses, too."""
+
+    def __init__(self, *args, names=(), **kwargs):
+        super().__init__(*args, **kwargs)
+        self.names = names
+        for name in names:
+            self.register_parameter(name, nn.Parameter(torch.full((1,), 0.7)))
+
+    def forward(self, x):
+        for name in self.names:
+            x = x * getattr(self, name)
+        return super().forward(x)
+
+
+def own(*names: str) -> nn.Sequential:
+    return nn.Sequential(Own(8, 8, 3, names=names), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+
+
+@pytest.mark.parametrize("name", ["gain", "scalar_bias", "input_bias", "residual_scale"])
+@pytest.mark.parametrize("init", ["theory", "calibrate"])
+def test_a_users_own_parameters_are_not_reset(name: str, init: str):
+    for method in (NoNorm(), SMALL):
+        model = own(name)
+        if name == "residual_scale" and method is SMALL:
+            with pytest.raises(RefusedError, match="0: it has an attribute 'residual_scale' of its own"):
+                convert_(model, method, example=(4, 8, 8, 8), init=init)
+        else:
+            convert_(model, method, example=(4, 8, 8, 8), init=init)
+        assert getattr(model[0], name).item() == pytest.approx(0.7)
+
+
+@pytest.mark.parametrize(("method", "name"), [(ScaledWS(), "gain"), (GroupNormWS(), "standardisation")])
+def test_names_that_other_methods_add_are_refused(method, name: str):
+    with pytest.raises(RefusedError, match=f"0: it has an attribute '{name}' of its own"):
+        convert_(own(name), method, example=(4, 8, 8, 8))
+
+
+def test_a_head_with_a_last_norm_of_its_own_is_refused():
+    model = own()
+    model[4].last_norm = nn.Identity()
+    with pytest.raises(RefusedError, match="4: has an attribute 'last_norm' of its own"):
+        convert_(model, SMALL, example=(4, 8, 8, 8))

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import mimicnorm as mn
-from mimicnorm.errors import CheckError, InitError, MimicNormError, NameNotFoundError, RefusedError
-from mimicnorm.methods import METHODS, Fixup, GroupNormWS, MimicNorm, ScaledWS, SkipInit, method
+from mimicnorm.errors import CheckError, ExampleError, InitError, MimicNormError, NameNotFoundError, RefusedError
+from mimicnorm.methods import METHODS, BatchNorm, Fixup, GroupNormWS, MimicNorm, ScaledWS, SkipInit, method
 
 
 def test_methods_by_name_and_frozen():
@@ -118,7 +118,7 @@ def test_other_methods_leave_a_network_they_cannot_run_as_it_was(method):
     model = Reads([nets.Block(8, 8), nets.PreBlock(8)], 8)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     classes = [type(m) for m in model.modules()]
-    with pytest.raises(RefusedError, match="put back"):
+    with pytest.raises(RefusedError, match="does not run any more"):
         mn.convert_(model, method, example=IMAGES)
     assert [type(m) for m in model.modules()] == classes
     assert all(torch.equal(before[k], v) for k, v in model.state_dict().items())
@@ -140,3 +140,16 @@ def test_other_methods_in_one_pass_of_microbatches_and_in_the_memory_table():
         mn.microbatch.backward(parts, nn.functional.cross_entropy, IMAGES, labels, micro_batch=1)
         for a, b in zip(whole.parameters(), parts.parameters(), strict=True):
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+
+
+def test_the_baseline_has_no_settings_and_checks_its_arguments():
+    for setting in ({"last_norm": True}, {"min_fan_in": 3}, {"residual": "sqrt"}):
+        with pytest.raises(TypeError, match="unexpected keyword argument"):
+            BatchNorm(**setting)
+    with pytest.raises(ExampleError):
+        mn.convert_(nets.plain(), BatchNorm(), example=(2, 5, 8, 8))
+    with pytest.raises(RefusedError, match="nonsense: head= names no module"):
+        mn.convert_(nets.plain(), BatchNorm(), example=(2, 6, 8, 8), head="nonsense")
+    planned = mn.convert_(nets.plain(), BatchNorm(), example=(2, 6, 8, 8), head="8")
+    assert planned.totals()["left"] == 2
+    assert not planned.heads

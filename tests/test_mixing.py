@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import mimicnorm as mn
 from mimicnorm import mixing
 from mimicnorm.errors import RefusedError
+from mimicnorm.graph import Graph
 from mimicnorm.methods import METHODS
-from mimicnorm.record import is_batch_norm
 
 
 class Standardised(nn.Module):
@@ -136,23 +136,46 @@ def test_whatever_starts_at_zero_hides_nothing(method: str):
         mn.convert_(Residual(), METHODS[method](), example=(4, 3, 6, 6))
 
 
-def test_where_leaves_what_is_meant_to_mix_and_the_report_says_so():
+def test_mixing_that_is_meant_is_accepted_by_name():
     model = network(Standardised())
-    report = mn.convert_(model, mn.MimicNorm(), example=(4, 3, 6, 6), where=lambda module, name: name != "4")
+    report = mn.convert_(model, mn.MimicNorm(), example=(4, 3, 6, 6), allow_mixing=("4",))
     assert type(model[1]) is nn.Identity
-    assert "'4' (Standardised) works across the batch (sub) and was left by where=" in report.notes
+    assert "'4' (Standardised) works across the batch (sub), which allow_mixing= accepts" in report.notes
+    around = nn.Sequential(network(Standardised()), nn.Identity())
+    mn.plan(around, mn.MimicNorm(), example=(4, 3, 6, 6), allow_mixing=["0"]).require()  # with what is inside
 
 
-def test_what_was_left_is_not_blamed_on_others():
+@pytest.mark.parametrize(
+    "where", [lambda module, name: name != "4", lambda module, name: True, lambda m, n: "4" not in n]
+)
+def test_where_is_about_batch_norms_and_accepts_no_mixing(where):
+    with pytest.raises(RefusedError, match=r"'4' \(Standardised\) works across the batch.*allow_mixing=\('4',\)"):
+        mn.convert_(network(Standardised()), mn.MimicNorm(), example=(4, 3, 6, 6), where=where)
+
+
+def test_where_is_asked_about_batch_norms_only():
+    asked = []
+    mn.plan(network(nn.Identity()), mn.MimicNorm(), example=(4, 3, 6, 6), where=lambda m, n: asked.append(n) or True)
+    assert asked == ["1"]
+
+
+@pytest.mark.parametrize("names", ["4", ("no.such",), 4, (4,), None])
+def test_names_to_accept_must_be_names(names):
+    with pytest.raises(mn.MimicNormError, match="use a tuple of qualified module names"):
+        mn.plan(network(nn.Identity()), mn.MimicNorm(), example=(4, 3, 6, 6), allow_mixing=names)
+
+
+def test_what_was_accepted_is_not_blamed_on_others():
     halves = INDEPENDENT["in halves"]
     model = nn.Sequential(network(Standardised())[:5], halves, nn.Flatten(), nn.Linear(6 * 16, 5))
-    report = mn.convert_(model, mn.MimicNorm(), example=(4, 3, 6, 6), where=lambda module, name: name != "0.4")
+    report = mn.convert_(model, mn.MimicNorm(), example=(4, 3, 6, 6), allow_mixing=("0.4",))
     assert any("'1' (Apply) may work across the batch" in note for note in report.notes)
 
 
-def test_a_where_that_reads_a_batch_norm_is_not_asked_in_vain():
-    with pytest.raises(RefusedError, match="'4'"):
-        mn.convert_(network(Flat()), mn.MimicNorm(), example=(4, 3, 6, 6), where=lambda m, _: m.num_features > 1)
+def test_the_plan_refuses_already():
+    planned = mn.plan(network(Standardised()), mn.MimicNorm(), example=(4, 3, 6, 6))
+    assert not planned.ok
+    assert [r.name for r in planned.refusals] == ["4"]
 
 
 def test_a_batch_norm_that_was_left_does_not_count():
@@ -205,8 +228,8 @@ def test_a_list_of_images_has_no_batch_dimension_that_is_known():
 
 def test_outputs_without_a_batch_cannot_be_judged():
     model = Wrapped(lambda net, x: (net(x) - x.mean(0).mean()).sum(), nn.Identity())
-    assert mixing.suspects(model, (4, 3, 6, 6), {"net.1"}) == {"": "sub"}
-    assert math.isnan(mixing.changes(model, (4, 3, 6, 6), {"net.1"}, [""])[""])
+    assert mixing.watch(model, (4, 3, 6, 6), Graph())[1] == {"": "sub"}
+    assert math.isnan(mixing.changes(model, (4, 3, 6, 6), [""], ignored={"net.1"})[""])
 
 
 class Writes(nn.Module):
@@ -226,7 +249,7 @@ class Writes(nn.Module):
 def test_nothing_of_the_users_is_written():
     model, x, state = Writes(), torch.randn(4, 3), torch.get_rng_state()
     before = x.clone()
-    assert mixing.changes(model, x, set(), ["norm"])["norm"] > 0.1
+    assert mixing.changes(model, x, ["norm"])["norm"] > 0.1
     assert torch.equal(x, before)
     assert torch.equal(model.average, torch.ones(3))
     assert model.count == 0
@@ -244,28 +267,27 @@ def test_randomness_without_a_seed_is_not_taken_for_mixing():
     unseeded = torch.Generator()
     unseeded.seed()
     model = nn.Sequential(Apply(lambda x: x + torch.randn(x.shape, generator=unseeded)))
-    assert math.isnan(mixing.changes(model, (4, 3), set(), ["0"])["0"])
+    assert math.isnan(mixing.changes(model, (4, 3), ["0"])["0"])
 
 
 def test_integers_and_masked_values():
     model = nn.Sequential(nn.Embedding(5, 3), Apply(lambda x: (x - x.mean(0)).masked_fill(x > 9, -torch.inf)))
     example = torch.zeros(4, 7, dtype=torch.long)
     example[1, 2] = 3
-    assert mixing.changes(model, example, set(), ["1"])["1"] > 1e-3
+    assert mixing.changes(model, example, ["1"])["1"] > 1e-3
     model = Apply(lambda x: torch.cat([x, torch.full_like(x, -torch.inf)], 1))
-    assert mixing.changes(model, (4, 3), set(), [""]) == {"": 0.0}
+    assert mixing.changes(model, (4, 3), [""]) == {"": 0.0}
 
 
 def test_an_empty_buffer_is_no_obstacle():
     model = network(nn.Identity())
     model.register_buffer("nothing", torch.empty(0, 4))
-    assert mixing.suspects(model, (4, 3, 6, 6), {"1"}) == {}
+    assert mixing.watch(model, (4, 3, 6, 6), Graph())[1] == {}
 
 
 @pytest.mark.parametrize("name", ["resnet50", "swin_tiny_patch4_window7_224", "botnet26t_256", "mobileone_s0"])
 def test_no_suspicion_against_the_networks_people_use(name: str):
     with torch.device("meta"):
         model = zoo.timm().create_model(name)
-    norms = {n for n, m in model.named_modules() if is_batch_norm(m)}
     size = model.default_cfg["input_size"]
-    assert mixing.suspects(model, (2, *size), norms) == {}
+    assert mixing.watch(model, (2, *size), Graph())[1] == {}

@@ -19,7 +19,7 @@ from torch import nn
 from mimicnorm.errors import ExampleError, MimicNormError, RefusedError
 from mimicnorm.init import initialise
 from mimicnorm.layers import LastNormed, Shift, WeightMean
-from mimicnorm.methods import MimicNorm, NoNorm
+from mimicnorm.methods import Fixup, MimicNorm, NoNorm
 from mimicnorm.planning import plan
 from mimicnorm.surgery import convert, convert_
 
@@ -450,3 +450,91 @@ def test_a_model_that_takes_a_dict_or_a_list_is_told_how_to_pass_it():
         with pytest.raises(ExampleError, match=r"write \(example,\) to pass it as one"):
             plan(model, SMALL, example=example)
         assert plan(model, SMALL, example=(example,)).ok
+
+
+class Viewed(nn.Module):
+    """A norm without affine behind a view, and an activation that writes into what it is given."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.conv, self.norm, self.act = nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8, affine=False), nn.ReLU(inplace=True)
+        self.view, self.fc = view, nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.fc(self.act(self.norm(self.view(self.conv(x)))).mean((2, 3)))
+
+
+VIEWS = {
+    "expand": lambda y: y.mean((2, 3), keepdim=True).expand(-1, -1, 4, 4),
+    "expanded layer": lambda y: y[:, :, :1, :1].expand(-1, -1, 4, 4),
+    "split": lambda y: y.split(8, 1)[0],
+    "chunk": lambda y: y.chunk(1)[0],
+    "unbind": lambda y: y[None].unbind(0)[0],
+    "view": lambda y: y.view(y.shape),
+}
+
+
+@pytest.mark.parametrize("method", [MimicNorm(min_fan_in=1), NoNorm()], ids=str)
+@pytest.mark.parametrize("view", VIEWS)
+def test_a_view_before_a_norm_without_affine_is_not_written_into(view, method):
+    invariants.hold(Viewed(VIEWS[view]), torch.randn(3, 3, 8, 8), method)
+
+
+class ViewedAtASum(nn.Module):
+    """The same where no activation follows at once: the sum writes into what the norm hands on."""
+
+    def __init__(self, view):
+        super().__init__()
+        self.a, self.b, self.view, self.fc = nn.Conv2d(3, 8, 1), nn.Conv2d(3, 8, 1), view, nn.Linear(8, 4)
+        self.conv, self.norm, self.short = nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.BatchNorm2d(8, affine=False)
+
+    def forward(self, x):
+        y = self.short(self.view(self.b(x)))
+        y += self.norm(self.conv(self.a(x).relu()))
+        return self.fc(y.relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("view", [lambda y: y.split(8, 1)[0], lambda y: y[None].unbind(0)[0]])
+def test_a_shortcut_through_a_view_is_not_written_into(view):
+    for method in (Fixup(), SMALL):
+        model = convert(ViewedAtASum(view), method, example=(3, 3, 8, 8))
+        model(torch.randn(3, 3, 8, 8)).square().mean().backward()
+        assert model.b.weight.grad.isfinite().all()
+
+
+def test_a_norm_without_affine_directly_behind_its_layer_costs_nothing():
+    assert isinstance(convert(Viewed(lambda y: y), SMALL, example=(3, 3, 8, 8)).norm, nn.Identity)
+
+
+class Droops(nn.BatchNorm2d):
+    """A norm that runs a child."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x):
+        return self.drop(super().forward(x))
+
+
+class ScaledEnd(nn.Module):
+    """A branch that ends in such a norm, where the scalar cannot be folded into a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.conv, self.norm = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1, groups=8), Droops(8)
+        self.norm0, self.fc = nn.BatchNorm2d(8), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x = self.norm0(self.stem(x)).relu()
+        return self.fc((x + self.norm(self.conv(x))).relu().mean((2, 3)))
+
+
+def test_a_beta_that_moves_beside_a_scalar_is_reported():
+    model = ScaledEnd()
+    keys = set(model.state_dict())
+    report = convert_(model, SMALL, example=(3, 3, 8, 8))
+    assert report.moved_parameters["norm.bias"] == "norm.instead.bias"
+    assert set(model.state_dict()) - keys <= {*report.moved_parameters.values(), *dict(report.new_parameters)} | {
+        f"fc.last_norm.{k}" for k in ("running_mean", "running_var", "num_batches_tracked")
+    }

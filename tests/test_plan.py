@@ -34,7 +34,7 @@ def test_residual_network_follows_the_papers_rule():
     assert steps["blocks.1.down.0"].scale is None
     assert [steps[f"blocks.{i}.conv1"].v for i in range(3)] == [1, 2, 3]
     assert {n.action for n in p.norms} == {"remove"}
-    assert [(h.name, h.classes) for h in p.heads] == [("fc", 5)]
+    assert [(h.name, h.outputs) for h in p.heads] == [("fc", 5)]
     assert steps["stem.0"].gain == pytest.approx((27 / 26) ** 0.5)
     assert steps["blocks.0.conv1"].gain == pytest.approx((2 / (1 - 1 / torch.pi) * 72 / 71) ** 0.5)
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.nn.functional as F
 import zoo
 from torch import nn
 
+import mimicnorm as mn
 from mimicnorm import probe
+from mimicnorm.errors import InitError
 
 
 def kept(norm, shape):
@@ -107,7 +110,7 @@ def test_layers():
     shape = torch.Size((2, 4, 6, 6))
     assert probe.layer(nn.Conv2d(4, 4, 3), shape) == probe.LayerProbe(True, True, True)
     assert probe.layer(Padded(4, 4, 3), shape) == probe.LayerProbe(True, True, True)
-    assert probe.layer(Standardised(4, 4, 3), shape) == probe.LayerProbe(True, False, True)
+    assert probe.layer(Standardised(4, 4, 3), shape) == probe.LayerProbe(True, False, True, follows=False)
     assert not probe.layer(Squared(4, 4, 3), shape).centres
     assert not probe.layer(Unbiased(4, 4, 3, bias=False), shape).takes_bias
     same = zoo.timm().layers.create_conv2d(4, 8, 3, stride=2, padding="same")
@@ -120,3 +123,39 @@ def test_probes_on_the_meta_device():
         norm, conv = zoo.timm().layers.BatchNormAct2d(8), Padded(4, 4, 3)
     assert kept(norm, torch.Size((2, 8, 4, 4))) == ["drop", "act"]
     assert probe.layer(conv, torch.Size((2, 4, 6, 6))).centres
+
+
+class ConvWS2d(nn.Conv2d):
+    """Weight standardisation by hand, as in other packages."""
+
+    def forward(self, x):
+        rows = self.weight.flatten(1)
+        weight = (rows - rows.mean(1, keepdim=True)) / (rows.std(1, keepdim=True) + 1e-5)
+        return self._conv_forward(x, weight.view_as(self.weight), self.bias)
+
+
+def standardised_network(layer: type[nn.Module]) -> nn.Sequential:
+    blocks = [(layer(c, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()) for c in (8, *[16] * 5)]
+    return nn.Sequential(
+        *(m for block in blocks for m in block), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5)
+    )
+
+
+@pytest.mark.parametrize("layer", [ConvWS2d, "StdConv2d", "ScaledStdConv2d"])
+@pytest.mark.parametrize("method", [mn.MimicNorm(), mn.NoNorm(), mn.GroupNormWS(), mn.ScaledWS()], ids=str)
+def test_layers_whose_output_does_not_follow_their_weight_are_refused(layer, method):
+    layer = getattr(zoo.timm().layers, layer) if isinstance(layer, str) else layer
+    planned = mn.plan(standardised_network(layer), method, example=(4, 8, 8, 8))
+    assert [r.name for r in planned.refusals] == [str(i) for i in range(0, 18, 3)]
+    why = "an attribute 'gain' of its own" if hasattr(layer(8, 8, 1), "gain") else "is not proportional to its weight"
+    assert why in planned.refusals[0].reason or "is not proportional" in planned.refusals[0].reason
+    mn.convert(standardised_network(layer), mn.NoNorm(), example=(4, 8, 8, 8), init=None)  # left alone
+
+
+def test_calibration_reads_back_what_it_achieved(monkeypatch):
+    monkeypatch.setattr(probe, "layer", lambda *_: probe.LayerProbe(True, True, True))
+    model = standardised_network(ConvWS2d)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(InitError, match="cannot calibrate 0: with its weight scaled for a variance of 1, the variance"):
+        mn.convert_(model, mn.NoNorm(), example=(4, 8, 8, 8), init="calibrate")
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())

@@ -311,9 +311,9 @@ def test_a_container_as_head_is_normalised_along_its_classes():
 
     model = net(4)
     head = convert_(model, SMALL, example=IMAGE, head="3").heads[0]
-    assert (head.classes, head.dim) == (4, 3)
+    assert (head.outputs, head.dim) == (4, 3)
     torch.testing.assert_close(model(torch.randn(IMAGE)).mean((0, 1, 2)), torch.zeros(4), atol=1e-5, rtol=0)
-    with pytest.raises(RefusedError, match=r"which dimension the classes are.*Name the layer inside it, '3.layer'"):
+    with pytest.raises(RefusedError, match=r"along which dimension it is wide.*Name the layer inside it, '3.layer'"):
         plan(net(16), SMALL, example=IMAGE, head="3").require()
 
 
@@ -338,7 +338,7 @@ class Cropped(Turned):
 
 def test_a_head_that_crops_turns_nothing():
     model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), Cropped(4))
-    assert [(h.classes, h.dim) for h in plan(model, SMALL, example=IMAGE, head="3").heads] == [(4, 1)]
+    assert [(h.outputs, h.dim) for h in plan(model, SMALL, example=IMAGE, head="3").heads] == [(4, 1)]
 
 
 class Dueling(nn.Module):

@@ -163,4 +163,4 @@ def test_segmentation_model_with_auxiliary_head():
     model = models.fcn_resnet50(weights=None, weights_backbone=None, num_classes=4, aux_loss=True)
     p = plan(model, MimicNorm(), example=(2, 3, 64, 64))
     assert {h.name for h in p.heads} == {"classifier.4", "aux_classifier.4"}
-    assert all(h.dim == 1 and h.classes == 4 for h in p.heads)
+    assert all(h.dim == 1 and h.outputs == 4 for h in p.heads)

@@ -20,7 +20,7 @@ _WHERE = {
     "convert_": "surgery",
     "check": "surgery",
     "init_": "surgery",
-    "Report": "surgery",
+    "Report": "steps",
     "plan": "planning",
     "Plan": "steps",
     "MimicNorm": "methods",
@@ -68,8 +68,8 @@ if TYPE_CHECKING:
         WeightMean,
     )
     from mimicnorm.planning import plan
-    from mimicnorm.steps import Plan
-    from mimicnorm.surgery import Report, check, convert, convert_, init_
+    from mimicnorm.steps import Plan, Report
+    from mimicnorm.surgery import check, convert, convert_, init_
 
 
 def __getattr__(name: str) -> Any:

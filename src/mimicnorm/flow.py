@@ -1,4 +1,4 @@
-"""Read a recorded graph: who owns a BatchNorm, where residual branches end, where the logits are made.
+"""Read a recorded graph: who owns a BatchNorm, where residual branches end.
 
 Pure functions of the graph; they decide nothing about the method.
 """
@@ -18,11 +18,6 @@ _TO_OWNER = (Kind.VIEW, Kind.PAD, Kind.DROPOUT)
 RESHAPED = (*_TO_OWNER, Kind.POOL, Kind.RESIZE, Kind.CONSTANT)
 _TO_LAYERS = (*RESHAPED, Kind.ACTIVATION)
 _TO_END = (*_TO_LAYERS, Kind.PRODUCT)
-_TO_LOGITS = (*RESHAPED, Kind.SOFTMAX)
-_TURNS = {
-    "permute", "transpose", "t", "adjoint", "movedim", "moveaxis", "swapaxes", "swapdims", "view", "reshape", "flatten",
-    "unflatten", "squeeze", "unsqueeze", "view_as", "reshape_as", "as_strided", "unfold", "pixel_shuffle", "ravel",
-}  # fmt: skip
 _RELUS, _CLAMPS = ("relu", "relu6"), ("clamp", "clip", "clamp_min", "hardtanh", "threshold")
 
 
@@ -296,107 +291,6 @@ def _carrier(operands: tuple[Node, ...], weights: int) -> Node | None:
     fewest = min(counts.values())
     holders = [n for n, count in counts.items() if count == fewest]
     return holders[0] if fewest == 0 or len(holders) == 1 else None
-
-
-@dataclass(frozen=True)
-class Logits:
-    """Where logits are made.
-
-    Attributes:
-        module: Qualified name of the module whose output they are.
-        classes: How many.
-        dim: The dimension they lie along: 1 after a convolution, -1 after a matrix product.
-    """
-
-    module: str
-    classes: int
-    dim: int
-
-
-def logits(graph: Graph) -> tuple[list[Logits], list[str]]:
-    """The heads behind the model's outputs, and for each output without an evident one, why."""
-    heads: dict[str, Logits] = {}
-    problems: list[str] = []
-    goes_on = _before_layers(graph)
-    for position, output in enumerate(graph.outputs):
-        front, seen, pooled = [output], set(), False
-        while front:
-            node = front.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            pooled = pooled or node.kind is Kind.POOL
-            # A loss that the model computes itself may read logits, too; further layers may not.
-            read_on = any(u not in seen and goes_on >> u.index & 1 for u in node.users)
-            through = node.kind in _TO_LOGITS or (node.op == "relu" and pooled)  # SqueezeNet: conv, relu, pool
-            shifts = node.kind is Kind.CONSTANT and len(node.inputs) > 1  # value + advantage: two heads
-            if through and not shifts and not read_on:
-                before = carried(node)
-                front += [before] if before is not None else []
-            elif (shifts or node.kind in (Kind.SUM, Kind.CONCAT)) and not read_on:
-                front += node.inputs
-            elif node.kind is Kind.LAYER and (node.layer or node.made_by) and not read_on:
-                name = node.layer or node.made_by[0]
-                heads.setdefault(name, logits_at(node, name))  # pyrefly: ignore  # at a layer it is evident
-            else:
-                problems.append(f"output {position} {tuple(output.shape)} {_not_logits(node, read_on)}")
-    return list(heads.values()), problems
-
-
-def _before_layers(graph: Graph) -> int:
-    """Bit set of what is, or leads to, a weight layer or a BatchNorm."""
-    found = 0
-    for node in graph.nodes:
-        if node.kind in (Kind.LAYER, Kind.NORM):
-            found |= node.ancestors
-    return found
-
-
-def _not_logits(node: Node, read_on: bool) -> str:
-    if node.kind is Kind.INPUT:
-        return "is the input itself"
-    name = node.layer or node.norm or node.where or node.op
-    if read_on:
-        return f"comes from {name}, which the rest of the network reads, too"
-    if node.kind is Kind.LAYER:
-        return f"comes from {node.op} in {node.where or 'the model itself'} with a weight that no layer holds"
-    return f"comes from {name} ({node.kind.value}), not from a layer"
-
-
-def logits_at(node: Node, name: str) -> Logits | None:
-    """A head at a node: classes along dimension 1 of a convolution's output, else along the last.
-
-    A container may turn what its layer made; then they are where the layer's width is, or it cannot be told.
-    """
-    layer = walk_back(node, _TO_LOGITS)
-    turned = walk_back(node, _TO_LOGITS, lambda n: n.op in _TURNS).op in _TURNS
-    convolved = layer.op.startswith("conv") or (layer.kind is not Kind.LAYER and len(node.shape) == 4)
-    dim = 1 if convolved else -1
-    width = layer.shape[dim] if layer.kind is Kind.LAYER else node.shape[dim]
-    if turned:
-        places = [d for d, size in enumerate(node.shape) if d and size == width]
-        if len(places) != 1:
-            return None
-        dim = places[0]
-    return Logits(name, width, dim)
-
-
-def reaches_output(node: Node) -> bool:
-    """Whether a tensor, or what is made from it without further layers, is an output."""
-    front, seen = [node], {node}
-    while front:
-        current = front.pop()
-        if current.is_output:
-            return True
-        onward = [u for u in current.users if u.kind is not Kind.LAYER and u not in seen]
-        seen.update(onward)
-        front += onward
-    return False
-
-
-def head_layer(node: Node) -> str | None:
-    """The weight layer that makes the logits returned at a node, if that is evident."""
-    return walk_back(node, _TO_LOGITS).layer
 
 
 def uses(graph: Graph) -> Counter[str]:

@@ -61,12 +61,18 @@ class Graph:
         outputs: The model's tensor outputs, depth first through tuples and dicts.
         functional_norms: Modules that called ``F.batch_norm`` on data without being a BatchNorm.
         norm_inputs: What each BatchNorm module was called with, by name; its shape is the module's own view.
+        fake: Whether it was recorded on fake tensors; on real ones, values may have steered the model.
+        training: Whether in training mode.
+        seed: Of the random numbers.
     """
 
     nodes: list[Node] = field(default_factory=list)
     outputs: list[Node] = field(default_factory=list)
     functional_norms: list[str] = field(default_factory=list)
     norm_inputs: dict[str, torch.Size] = field(default_factory=dict)
+    fake: bool = True
+    training: bool = True
+    seed: int = 0
 
     def calls(self, name: str) -> list[Node]:
         """The outputs of a weight layer or BatchNorm, one per use."""

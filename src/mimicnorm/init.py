@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -15,11 +15,23 @@ from torch.overrides import TorchFunctionMode
 
 from mimicnorm.errors import ExampleError, InitError
 from mimicnorm.example import call_arguments, describe, with_more_samples
-from mimicnorm.isolate import untouched
-from mimicnorm.layers import FixupScalars, GroupNorm, LastNorm, Scale, Shift, WeightMean
+from mimicnorm.isolate import instead_of_forward, untouched
+from mimicnorm.layers import (
+    FixupLayer,
+    FixupScalars,
+    GroupNorm,
+    LastNorm,
+    Reweighted,
+    Scale,
+    ScaledOutput,
+    Shift,
+    Standardised,
+    WeightMean,
+)
 from mimicnorm.steps import Plan
 
-_STARTS = {"bias": 0.0, "scalar_bias": 0.0, "input_bias": 0.0, "gain": 1.0}
+_WITH_SCALAR = (Reweighted, ScaledOutput, FixupLayer, Scale)  # a user's own residual_scale is none of ours
+_READ_BACK = 2.0  # calibrated weights must bring the variance to 1 within this factor
 # Of variance t before its sigmoid, a gate turns a sample's energy q into about q^(1 + t/4): loud samples get louder,
 # quiet ones quieter, block by block, and one batch says little about the next.
 _GATE_VARIANCE = 0.1
@@ -49,14 +61,16 @@ def initialise(model: nn.Module, steps: Plan, init: str, example: Any) -> None:
             if isinstance(m, LastNorm):
                 m.reset_running_stats()
         for step, m in planned:
-            _reset(m, step.scale)
+            _reset(m, step.scale, step.start == "keep")
         for n in steps.norms:
             for m in modules[n.name].modules():
                 if isinstance(m, (Shift, Scale, FixupScalars, GroupNorm)):
                     _reset(m, n.scale)
         for step, m in planned:
-            if init == "theory" or _degenerate(m):  # a tied weight is drawn as its last holder wants it
-                draw_(m.weight, step.gain, step.fan_in)  # pyrefly: ignore
+            if step.start == "scale" and init == "theory":
+                _scale_rows_(m.weight, step.gain)  # pyrefly: ignore
+            elif step.start == "draw" and (init == "theory" or _degenerate(m)):
+                draw_(m.weight, step.gain, step.fan_in)  # pyrefly: ignore  # tied: as its last holder wants it
         if init == "calibrate":
             _calibrate(model, steps, example)
 
@@ -66,11 +80,28 @@ def draw_(weight: Tensor, gain: float, fan_in: int) -> None:
     weight.normal_(0.0, gain / math.sqrt(fan_in))
 
 
-def _reset(module: nn.Module, scale: float | None) -> None:
-    """Biases, gains and the residual scalar, where there are such, to where they start."""
-    for name, value in (*_STARTS.items(), ("residual_scale", scale)):
-        if value is not None and isinstance(getattr(module, name, None), Tensor):
-            getattr(module, name).fill_(value)
+def _reset(module: nn.Module, scale: float | None, frozen: bool = False) -> None:
+    """The bias, and what the conversion added to a module, to where it starts; a user's own attributes stay."""
+    bias = getattr(module, "bias", None)
+    starts = [(bias, 0.0)] if bias is None or bias.requires_grad or not frozen else []
+    if isinstance(module, Standardised):
+        starts.append((module.gain, 1.0))
+    if isinstance(module, FixupLayer):
+        starts.append((module.input_bias, 0.0))
+    if isinstance(module, FixupScalars):
+        starts.append((module.scalar_bias, 0.0))
+    if scale is not None:
+        starts.append((getattr(module, "residual_scale", None), scale))
+    for t, value in starts:
+        if t is not None:
+            t.fill_(value)
+
+
+def _scale_rows_(weight: Tensor, gain: float) -> None:
+    """Scale weights to the norm that drawn ones would have, so that zeros stay zero."""
+    squares = weight.float().square().sum() / weight.shape[0]
+    if squares > 0:
+        weight.mul_(gain / math.sqrt(float(squares)))
 
 
 def _degenerate(layer: nn.Module) -> bool:
@@ -96,7 +127,8 @@ def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
     modules = dict(model.named_modules())
     scalars = [m for n in steps.norms for m in modules[n.name].modules() if isinstance(m, Scale)]
     gates = {id(modules[name]) for name in steps.gates}
-    pending = {id(modules[name]): name for name in (*(step.name for step in steps.layers), *steps.gates)}
+    given = [step.name for step in steps.layers if step.start == "keep" and step.scale is None]
+    pending = {id(modules[name]): name for name in (*(s.name for s in steps.layers), *steps.gates) if name not in given}
     pending |= {id(m): "a residual scalar" for m in scalars}
     scaled: set[int] = set()
 
@@ -114,12 +146,15 @@ def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
                 if not 1 < variance < math.inf:
                     return output
             _to_unit_variance(name, target, output.shape, variance)
-            return forward(*args, **kwargs)
+            again = forward(*args, **kwargs)
+            if id(module) not in gates:
+                _read_back(name, float(again.float().var(correction=0)))
+            return again
 
         return run
 
     watched = [modules[name] for name in pending.values() if name in modules] + scalars
-    with _quiet(model, {id(_target(m)) for m in watched}), _instead_of_forward(watched, first_use):
+    with _quiet(model, {id(_target(m)) for m in watched}), instead_of_forward(watched, first_use):
         try:
             model(*args, **kwargs)
         except InitError:
@@ -130,13 +165,15 @@ def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
                 f"{type(error).__name__}: {error}"
             ) from error
     for step in steps.layers:
-        if id(modules[step.name]) in pending:  # did not run on this batch: the theory's gain is the best guess
+        if (
+            id(modules[step.name]) in pending and step.start == "draw"
+        ):  # did not run on this batch: the theory's gain is the best guess
             draw_(modules[step.name].weight, step.gain, step.fan_in)  # pyrefly: ignore
 
 
 def _target(module: nn.Module) -> Tensor:
     """What is scaled: the residual scalar at a branch end, the weight elsewhere."""
-    scalar = getattr(module, "residual_scale", None)
+    scalar = module.residual_scale if isinstance(module, _WITH_SCALAR) else None
     return scalar if scalar is not None else module.weight  # pyrefly: ignore
 
 
@@ -149,16 +186,14 @@ def _to_unit_variance(name: str, target: Tensor, shape: torch.Size, variance: fl
     target.mul_(variance**-0.5)
 
 
-@contextlib.contextmanager
-def _instead_of_forward(modules: Sequence[nn.Module], wrap: Callable) -> Iterator[None]:
-    """Wrap ``forward`` on the instances: unlike a hook it also sees ``layer.forward(x)``."""
-    try:
-        for m in modules:
-            m.__dict__["forward"] = wrap(m, m.forward)
-        yield
-    finally:
-        for m in modules:
-            m.__dict__.pop("forward", None)
+def _read_back(name: str, variance: float) -> None:
+    """Raise if scaling a layer's weight did not bring its output to unit variance."""
+    if not 1 / _READ_BACK < variance < _READ_BACK:
+        raise InitError(
+            f"cannot calibrate {name}: with its weight scaled for a variance of 1, the variance of its output is "
+            f"{variance:.3g}. Its output does not follow the scale of its weight (standardised or quantised weights?): "
+            "use a plain layer there, or leave its BatchNorm with where="
+        )
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ import logging
 import random
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import nn
@@ -73,6 +73,24 @@ def following(enter: Callable, leave: Callable) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextlib.contextmanager
+def instead_of_forward(modules: Iterable[nn.Module], wrap: Callable) -> Iterator[None]:
+    """Wrap ``forward`` on the instances: unlike a hook it also sees ``layer.forward(x)``.
+
+    Args:
+        modules: The modules.
+        wrap: ``wrap(module, forward)`` returns what is called in place of ``forward``.
+    """
+    modules = list(modules)
+    try:
+        for m in modules:
+            m.__dict__["forward"] = wrap(m, m.forward)
+        yield
+    finally:
+        for m in modules:
+            m.__dict__.pop("forward", None)
 
 
 @contextlib.contextmanager

@@ -138,8 +138,8 @@ class NoNorm(_Paper):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BatchNorm(_Paper):
-    """The network as it is: the baseline of every comparison."""
+class BatchNorm(Method):
+    """The network as it is: the baseline of every comparison. It has no settings."""
 
     name = "batchnorm"
     removes_norm = False

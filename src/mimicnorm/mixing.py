@@ -10,19 +10,20 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mimicnorm.example import call_arguments, tensors_in
+from mimicnorm.graph import Graph
 from mimicnorm.isolate import following, seed, silent, unsynchronised, untouched
 from mimicnorm.ops import FACTORIES
-from mimicnorm.record import storage_of
+from mimicnorm.record import repeat
+from mimicnorm.recorder import storage_of
 
 # Operations that keep the shape, or choose from it, along a dimension that they are told.
 _ALONG = {
@@ -33,17 +34,20 @@ _SAMPLES = 11  # enough that a shuffled batch is not by chance as it was, and th
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
-def suspects(model: nn.Module, example: Any, ignored: set[str]) -> dict[str, str] | None:
-    """Where samples may see each other in training mode; a pass on fake tensors.
+def watch(
+    model: nn.Module, example: Any, like: Graph, follow: Iterable[str] = ()
+) -> tuple[Graph, dict[str, str]] | None:
+    """Record a network once more on fake tensors, with a prime as batch size, and see where samples may meet.
 
     Args:
-        model: A network; left as it was.
+        model: A network; left as it was. BatchNorms pass their input on, as in every recording.
         example: As for ``record``; the first dimension of its first tensor is taken as the batch.
-        ignored: Names of modules that are known to mix; they run in evaluation mode.
+        like: The graph that was recorded with the example's own batch size.
+        follow: As for ``repeat``.
 
     Returns:
-        By the module's name, in order, its first operation across the batch. None where the example has no batch
-        dimension that is known (a list of images).
+        The graph; and by the module's name, in order, its first operation across the batch. None where the example
+        has no batch dimension that is known (a list of images), or values steer the model.
 
     Raises:
         Exception: Whatever the network raises on a batch of another size.
@@ -52,30 +56,24 @@ def suspects(model: nn.Module, example: Any, ignored: set[str]) -> dict[str, str
         >>> class Centred(nn.Module):
         ...     def forward(self, x):
         ...         return x - x.mean(0)
-        >>> suspects(nn.Sequential(nn.Linear(4, 4), Centred()), (2, 4), set())
+        >>> watch(nn.Sequential(nn.Linear(4, 4), Centred()), (2, 4), Graph())[1]
         {'1': 'sub'}
     """
     call = call_arguments(model, example)
-    batch = _batch(call)
-    if batch is None:
+    batch = batch_size(call)
+    if batch is None or not like.fake:
         return None
-    state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    sizes = {size for t in (*state.values(), *tensors_in(call)) for size in t.shape if size}
+    tensors = (*model.parameters(), *model.buffers(), *tensors_in(call))
+    sizes = {size for t in tensors for size in t.shape if size}
     prime = next(p for p in _primes() if all(size % p for size in sizes))
-    fakes = FakeTensorMode(allow_non_fake_inputs=True)
-    fake_state: dict[str, Tensor] = {name: fakes.from_tensor(t.detach()) for name, t in state.items()}
 
     def many(t: Tensor) -> Tensor:
-        fake = fakes.from_tensor(t.detach())
-        return fake.new_empty((prime, *t.shape[1:])) if t.dim() and t.shape[0] == batch else fake
+        return t.new_empty((prime, *t.shape[1:])) if t.dim() and t.shape[0] == batch else t
 
-    with _training(model, ignored):
-        watch = _Watch(model, prime)
-        with following(watch.enter, watch.leave), fakes:
-            args, kwargs = pytree.tree_map_only(Tensor, many, call)
-            with watch:
-                torch.func.functional_call(model, fake_state, args, kwargs)
-    return watch.suspects
+    mode = _Watch(model, prime)
+    with following(mode.enter, mode.leave):
+        graph = repeat(model, example, like, follow=follow, resize=many, watch=mode)
+    return graph, mode.suspects
 
 
 class _Watch(TorchDispatchMode):
@@ -144,38 +142,68 @@ class _Watch(TorchDispatchMode):
         return any(x.shape[d] % self.prime == 0 for d in dims or range(x.dim()))
 
 
-def changes(model: nn.Module, example: Any, ignored: set[str], names: Iterable[str]) -> dict[str, float]:
+def changes(
+    model: nn.Module,
+    example: Any,
+    names: Iterable[str],
+    *,
+    ignored: Iterable[str] = (),
+    starts: Mapping[str, float] | None = None,
+) -> dict[str, float]:
     """How much the output of some samples changes with the others, by module; a few real passes.
 
     Args:
         model: A network; left as it was.
-        example: As for ``suspects``.
-        ignored: As for ``suspects``.
+        example: As for ``watch``.
         names: The modules in question, "" for the network itself.
+        ignored: Names of modules that are known to mix; they run in evaluation mode.
+        starts: By name, the standard deviation of weights that are drawn for these passes: without its BatchNorms, the
+            signal of a network that has other weights may be lost among its biases.
 
     Returns:
         Relative to the output's size, and 0 within rounding. NaN where it cannot be told: no real tensors, values that
         are not finite, no output with a batch dimension, inputs that differ already, randomness without a seed.
 
     Example:
-        >>> changes(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (2, 4), set(), ["1"])
+        >>> changes(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (2, 4), ["1"])
         {'1': 0.0}
     """
     names = list(dict.fromkeys(names))
     call = call_arguments(model, example)
-    batch = _batch(call)
+    batch = batch_size(call)
     if batch is None or any(t.is_meta for t in (*tensors_in(call), *model.parameters(), *model.buffers())):
         return dict.fromkeys(names, math.nan)
+    state = _state(model, starts or {})
     try:
-        return _changes(model, call, ignored, names, batch, _SAMPLES)
+        return _changes(model, call, state, set(ignored), names, batch, _SAMPLES)
     except Exception:
         if batch < 2:
             raise
-        return _changes(model, call, ignored, names, batch, batch)  # a batch size that is written into the model
+        # a batch size that is written into the model
+        return _changes(model, call, state, set(ignored), names, batch, batch)
+
+
+def _state(model: nn.Module, starts: Mapping[str, float]) -> dict[str, Tensor]:
+    """Parameters and buffers for the passes: nothing is zero, so that branches and heads hide nothing behind them."""
+    generator = torch.Generator().manual_seed(0)
+    state = {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+    for name, p in model.named_parameters():
+        layer, _, kind = name.rpartition(".")
+        if kind == "bias" and f"{layer}.weight" in starts:
+            state[name] = torch.zeros_like(p)
+        elif starts.get(name) or not p.any():
+            state[name] = (starts.get(name) or 0.1) * torch.randn(p.shape, generator=generator).to(p)
+    return state
 
 
 def _changes(
-    model: nn.Module, call: tuple, ignored: set[str], names: list[str], batch: int, samples: int
+    model: nn.Module,
+    call: tuple,
+    state: dict[str, Tensor],
+    ignored: set[str],
+    names: list[str],
+    batch: int,
+    samples: int,
 ) -> dict[str, float]:
     batched = [t.dim() > 0 and t.shape[0] == batch for t in tensors_in(call)]
     rows = torch.arange(samples) % batch
@@ -196,7 +224,7 @@ def _changes(
     def run(change: Callable[[Tensor], Tensor]) -> _Calls:
         which = iter(batched)  # every pass has tensors of its own: a model may write into its input
         given = pytree.tree_map_only(Tensor, lambda t: change(t) if next(which) else t.clone(), call)
-        return _pass(model, given, ignored, names, shared)
+        return _pass(model, given, {name: t.clone() for name, t in state.items()}, ignored, names, shared)
 
     first, second = run(enough), run(others)
     found = {name: _worst(first.get(name, []), second.get(name, [])) for name in names}
@@ -209,7 +237,9 @@ def _changes(
 _Calls = dict[str, list[tuple[list[Tensor], list[Tensor]]]]  # by module, the shared samples in and out of every call
 
 
-def _pass(model: nn.Module, call: tuple, ignored: set[str], names: list[str], shared: Tensor) -> _Calls:
+def _pass(
+    model: nn.Module, call: tuple, state: dict[str, Tensor], ignored: set[str], names: list[str], shared: Tensor
+) -> _Calls:
     wanted = {id(model.get_submodule(name)): name for name in names}
     calls: _Calls = {}
     open_: list[list[Tensor]] = []
@@ -227,11 +257,6 @@ def _pass(model: nn.Module, call: tuple, ignored: set[str], names: list[str], sh
         if id(module) in wanted:
             calls.setdefault(wanted[id(module)], []).append((open_.pop(), of_shared(output)))
 
-    generator = torch.Generator().manual_seed(0)
-    state = {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
-    for name, p in model.named_parameters():
-        if not p.any():  # branches and heads that start at zero would hide what is behind them
-            state[name] = 0.1 * torch.randn(p.shape, generator=generator).to(p)
     with _training(model, ignored), following(enter, leave):
         torch.func.functional_call(model, state, *call)
     return calls
@@ -270,7 +295,7 @@ def _training(model: nn.Module, ignored: set[str]) -> Iterator[None]:
         yield
 
 
-def _batch(call: tuple[tuple, dict]) -> int | None:
+def batch_size(call: tuple[tuple, dict]) -> int | None:
     """The batch size: of the first argument that is a tensor. In a list of tensors there is no batch dimension."""
     tensors = [t for t in (*call[0], *call[1].values()) if isinstance(t, Tensor) and t.dim()]
     return next((t.shape[0] for t in sorted(tensors, key=lambda t: t.dim() < 2)), None)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from mimicnorm import flow
+from mimicnorm import flow, heads
+from mimicnorm.changeable import REPLACED
 from mimicnorm.errors import MimicNormError
 from mimicnorm.graph import Graph, Node
 from mimicnorm.methods import Method
@@ -14,10 +15,6 @@ from mimicnorm.ops import Kind
 from mimicnorm.steps import HeadStep, Plan, Refusal
 
 _MATRIX_PRODUCTS = ("einsum", "matmul", "mm", "bmm", "addmm", "baddbmm", "tensordot", "mv")
-REPLACED = (
-    "its forward was replaced on the instance (a wrapper, a patch), so a change of its class would have no effect",
-    "Take the wrapper off (del module.forward), convert, and put it back",
-)
 
 
 class Ownership:
@@ -43,7 +40,7 @@ class Ownership:
     def find(self, head: str | Sequence[str] | None) -> None:
         """Give everything its role."""
         self._functional_norms()
-        self._heads(head)
+        self.find_heads(head)
         self._owners()
         self._branch_last_layers()
         if self.method.zeroes:
@@ -80,30 +77,37 @@ class Ownership:
                     "Leave it out with where=, or use a plain nn.BatchNorm there",
                 )
 
-    def _heads(self, head: str | Sequence[str] | None) -> None:
+    def find_heads(self, head: str | Sequence[str] | None) -> None:
+        """The modules that make the outputs, and which of them get a last BN."""
+        evident = heads.find(self.graph)
         if head is not None:
             names = [head] if isinstance(head, str) else list(head) if isinstance(head, (list, tuple, set)) else []
             if not names or not all(isinstance(n, str) for n in names):
                 raise MimicNormError(f"head={head!r}; use the qualified name of a module, or a list of names")
             found = [h for n in dict.fromkeys(map(self._first_name, names)) if (h := self._named_head(n)) is not None]
         else:
-            found, problems = flow.logits(self.graph)
-            if not found and self.method.last_norm:
-                why = "; ".join((*problems[:3], *["..."][: len(problems) > 3]))
-                why = why or "the output is not a tensor that depends on the input"
-                self.refuse(
-                    "",
-                    f"no evident head for the last BN: {why}",
-                    'Name the module that makes the logits with head="...", or leave it out with last_norm=False',
-                )
-            elif problems and self.method.last_norm:
-                self.plan.notes += [f"no last norm there: {p}" for p in problems]
-        self.head_names |= {h.module for h in found}
+            fits = not self.method.last_norm or self._are_class_scores(evident)
+            found = evident.heads if fits else []
+        self.head_names |= {h.module for h in (*found, *evident.heads)}
         if self.method.last_norm:
             for h in found:
                 self._check_head(h.module, [other.module for other in found])
             kinds = {h.module: type(self.modules[h.module]).__name__ for h in found}
-            self.plan.heads = [HeadStep(h.module, kinds[h.module], h.classes, h.dim) for h in found]
+            self.plan.heads = [HeadStep(h.module, kinds[h.module], h.outputs, h.dim) for h in found]
+
+    def _are_class_scores(self, evident: heads.Heads) -> bool:
+        """Whether a last BN fits the heads: on outputs that are not class scores, or not evident, it is refused."""
+        remedy = 'Name the module that makes class scores with head="...", or convert without it: last_norm=False'
+        if not evident.heads:
+            listed = "; ".join((*evident.problems[:3], *["..."][: len(evident.problems) > 3]))
+            why = listed or "the output is not a tensor that depends on the input"
+            self.refuse("", f"no evident head for the last BN: {why}", remedy)
+        elif evident.not_classes is not None:
+            self.refuse("", f"a last BN belongs on class scores, and {evident.not_classes}", remedy)
+        else:
+            self.plan.notes += [f"no last norm there: {p}" for p in evident.problems]
+            return True
+        return False
 
     def _first_name(self, name: str) -> str:
         """A shared module goes by the first of its names."""
@@ -113,16 +117,18 @@ class Ownership:
             return name
         return next((n for n, m in self.modules.items() if m is module), name)
 
-    def _check_head(self, name: str, heads: list[str]) -> None:
+    def _check_head(self, name: str, names: list[str]) -> None:
         module = self.modules[name]
         times = sum(n.layer == name or name in n.made_by for n in self.graph.nodes)
-        around = [h for h in heads if h != name and (h == "" or name.startswith(f"{h}."))]
+        around = [h for h in names if h != name and (h == "" or name.startswith(f"{h}."))]
         if name in self.norms:
             self.refuse(name, "head= names a BatchNorm, and the last BN would take its place", "Name a layer")
         elif around:
             self.refuse(name, f"is inside {around[0] or 'the model'!r}, and both are to be heads", "Name one of them")
         elif "forward" in module.__dict__:
             self.refuse(name, *REPLACED)
+        elif hasattr(module, "last_norm"):
+            self.refuse(name, "has an attribute 'last_norm' of its own, and the last BN goes by that name", "Rename it")
         if times > 1:
             self.plan.notes.append(
                 f"the head {name!r} runs {times} times in a pass: each is normalised by itself in training, and their "
@@ -134,7 +140,7 @@ class Ownership:
                 "before, if ever"
             )
 
-    def _named_head(self, name: str) -> flow.Logits | None:
+    def _named_head(self, name: str) -> heads.Head | None:
         if name not in self.modules:
             self.refuse(name, "head= names no module of the model", "See model.named_modules() for the names")
             return None
@@ -143,17 +149,17 @@ class Ownership:
             self.refuse(name, "head= names a module that returned no tensor in the example's forward", "Name another")
             return None
         made = next((n for n in nodes if n.layer == name), nodes[0])
-        if not any(map(flow.reaches_output, nodes)) and name not in self.norms:
+        if not any(map(heads.reaches_output, nodes)) and name not in self.norms:
             self.refuse(name, "head= names a module whose output goes into further layers", "Name the one behind them")
             return None
-        inside = flow.head_layer(made)  # of a container, the layer in it that makes the logits
+        inside = heads.head_layer(made)  # of a container, the layer in it that makes the logits
         if inside is not None:
             self.head_names.add(inside)
-        found = flow.logits_at(made, name)
+        found = heads.head_at(made, name)
         if found is None:
             self.refuse(
                 name,
-                f"head= names a module whose output {tuple(made.shape)} does not show which dimension the classes are",
+                f"head= names a module whose output {tuple(made.shape)} does not show along which dimension it is wide",
                 f"Name the layer inside it{f', {inside!r}' if inside else ''}",
             )
         return found

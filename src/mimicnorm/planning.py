@@ -7,32 +7,32 @@ BatchNorm; ``convert_`` carries it out.
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.lazy import LazyModuleMixin
-from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from mimicnorm import flow, probe, residual
-from mimicnorm.errors import MimicNormError, RefusedError
+from mimicnorm.changeable import REPLACED, Ways, why_not
+from mimicnorm.errors import RefusedError
 from mimicnorm.gains import feed, without_formula
+from mimicnorm.given_weights import given, notes_on_given
 from mimicnorm.graph import Graph, Node
 from mimicnorm.isolate import untouched
-from mimicnorm.layers import Derived, LastNorm, fan_in, group_count, has_own_forward
+from mimicnorm.layers import fan_in, group_count
 from mimicnorm.methods import GroupNormWS, Method, as_method
 from mimicnorm.ops import Kind
-from mimicnorm.ownership import REPLACED, Ownership
-from mimicnorm.record import is_batch_norm, record
-from mimicnorm.steps import OWN_INIT, LayerStep, NormStep, Plan, count
+from mimicnorm.ownership import Ownership
+from mimicnorm.preconditions import Where, accepts, check_arguments, looks_trained
+from mimicnorm.proof import prove
+from mimicnorm.record import record
+from mimicnorm.recorder import is_batch_norm
+from mimicnorm.steps import OWN_INIT, LayerStep, NormStep, Plan, count, few
 
-Where = Callable[[nn.Module, str], bool]
 _DONE = {"centre": "centred", "standardise": "standardised"}
-INITS = ("auto", "theory", "calibrate", None)
 
 
 def plan(
@@ -43,6 +43,7 @@ def plan(
     init: str | None = "auto",
     head: str | Sequence[str] | None = None,
     where: Where | None = None,
+    allow_mixing: Collection[str] = (),
 ) -> Plan:
     """Work out how a network would be converted, without touching it.
 
@@ -53,7 +54,10 @@ def plan(
         init: Starting weights: "theory", "calibrate", "auto" (theory where every operation on the way has a
             formula, else calibrate), or None to leave every weight as it is.
         head: Qualified name(s) of the module(s) that make the logits; found by data flow if not given.
-        where: ``where(module, qualified_name)`` is False for a BatchNorm that stays as it is.
+        where: ``where(module, qualified_name)`` is False for a BatchNorm that stays as it is. It is asked about
+            BatchNorms only.
+        allow_mixing: Qualified names of modules that are meant to work across the batch. Everything else must keep
+            samples apart, or the network is refused.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(256, 4))
@@ -62,69 +66,27 @@ def plan(
         1
     """
     method = as_method(method)
-    _check_arguments(model, init, where)
+    check_arguments(model, init, where, allow_mixing)
     norms = {name: m for name, m in model.named_modules() if is_batch_norm(m)}
     if not norms:
         raise RefusedError(
             f"{type(model).__name__} has no BatchNorm: there is nothing to convert. "
             "(A network that was fused or converted elsewhere has lost them already.)"
         )
-    if not method.removes_norm:
-        steps = [NormStep(name, type(m).__name__, "left", "leave", why="the method") for name, m in norms.items()]
-        return Plan(method, steps, init=None, init_why="the network as it is")
-    left = {name for name, m in norms.items() if where is not None and not _accepts(where, m, name)}
+    left = {name for name, m in norms.items() if where is not None and not accepts(where, m, name)}
     graph = record(model, example)
+    if not method.removes_norm:
+        owners = Ownership(model, method, norms, set(norms), graph)
+        owners.find_heads(head)  # a name that is not a module's is refused whatever the method
+        steps = [NormStep(name, type(m).__name__, "left", "leave", why="the method") for name, m in norms.items()]
+        return dataclasses.replace(owners.plan, norms=steps, init=None, init_why="the network as it is")
     with untouched(model):
         for m in model.modules():
             m.training = False  # to look at the weight of a spectral norm in training mode is to change it
-        return _Planner(model, method, norms, left, graph, init).build(head)
-
-
-def _accepts(where: Where, module: nn.Module, name: str) -> bool:
-    try:
-        inspect.signature(where).bind(module, name)
-    except TypeError as error:
-        raise MimicNormError(f"where must take (module, qualified_name): {error}") from error
-    except ValueError:  # a builtin without a signature
-        pass
-    try:
-        return bool(where(module, name))
-    except Exception as error:
-        raise MimicNormError(f"where= raised on {name!r}: {type(error).__name__}: {error}") from error
-
-
-def _check_arguments(model: Any, init: Any, where: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise MimicNormError(f"model must be a torch.nn.Module; got {type(model).__name__}")
-    if init not in INITS:
-        raise MimicNormError(f'init={init!r}; use "auto", "theory", "calibrate" or None')
-    if where is not None and not callable(where):
-        raise MimicNormError("where must be a function (module, qualified_name) -> bool")
-    if torch.is_inference_mode_enabled():
-        raise MimicNormError("parameters made inside torch.inference_mode cannot be trained: call this outside of it")
-    for name, m in model.named_modules():
-        if isinstance(m, (DistributedDataParallel, DataParallel)):
-            raise RefusedError(
-                f"{name or 'the model'} is wrapped in {type(m).__name__}. Convert the .module inside, then wrap it."
-            )
-        if isinstance(m, torch._dynamo.OptimizedModule):
-            raise RefusedError(f"{name or 'the model'} is compiled. Convert the plain module, then torch.compile it.")
-        if isinstance(m, torch.jit.ScriptModule) and any(is_batch_norm(child) for child in m.modules()):
-            raise RefusedError(f"{name or 'the model'} is a TorchScript module. Convert the Python module behind it.")
-        if isinstance(m, LazyModuleMixin) and m.has_uninitialized_params():  # pyrefly: ignore
-            raise RefusedError(f"{name or 'the model'} is lazy and has no shape yet. Run the model once, then convert.")
-        if type(m).__name__.startswith("FSDP"):
-            raise RefusedError(f"{name or 'the model'} is sharded ({type(m).__name__}). Convert first, then shard.")
-        if isinstance(m, (Derived, LastNorm)) or "_mimicnorm" in m.__dict__:
-            raise RefusedError(
-                f"{name or 'the model'} was converted before. Convert a fresh model; "
-                "to set its starting weights again use mimicnorm.init_."
-            )
-    for name, t in (*model.named_parameters(), *model.named_buffers()):
-        if t.is_inference():
-            raise RefusedError(
-                f"{name} was made inside torch.inference_mode, so it cannot be trained. Build the model outside."
-            )
+        planned = _Planner(model, method, norms, left, graph, init).build(head)
+    if planned.ok:
+        prove(model, planned, graph, example, allow_mixing)
+    return planned
 
 
 class _Planner(Ownership):
@@ -145,6 +107,7 @@ class _Planner(Ownership):
 
     def build(self, head: str | Sequence[str] | None) -> Plan:
         self.find(head)
+        self.given = given(self.model, self.roles)
         self.fan_in = {name: self._fan_in(name) for name in self.roles}
         self.kept = {name: self._why_kept(name, role) for name, (_, role) in self.roles.items()}
         branches = self._branches()
@@ -176,7 +139,7 @@ class _Planner(Ownership):
             found = [b for b in found if b.wakes]
             if dead:
                 self.plan.notes.append(
-                    f"a ReLU comes behind the branches that end in {_few(dead)}: at zero they would stay zero, so they "
+                    f"a ReLU comes behind the branches that end in {few(dead)}: at zero they would stay zero, so they "
                     "are no residual branches here"
                 )
         if self.method.needs_branches and not found:
@@ -218,12 +181,17 @@ class _Planner(Ownership):
             if call in ends:  # a branch end without a BatchNorm of its own
                 scale, role = self.method.branch_scale(before), "branch end"
             action = "keep" if why else self.method.weights
-            if problem := self._cannot_change(name, action, scale is not None):
+            starts = self.init is not None and self.given.get(name) != "frozen"
+            ways = Ways(self.probes[name], self._has_weight(name), self._inside(name))
+            if problem := why_not(module, action, scale is not None, starts, ways):
                 self.refuse(name, *problem)
             gain = fed.gain(action in ("centre", "standardise"), None if action == "standardise" else n)
             if not why and name in factors:
                 gain, why = gain * factors[name][0], factors[name][1]
             step = LayerStep(name, type(module).__name__, role, action, n, fed.name, gain, scale, before, None, why)
+            step = dataclasses.replace(
+                step, start={"frozen": "keep", "sparse": "scale"}.get(self.given.get(name, ""), "draw")
+            )
             if action == "standardise" and self.method.gains:
                 step = dataclasses.replace(step, factor=gain / math.sqrt(n * before), learns_gain=True)
             if scale is not None:
@@ -234,7 +202,7 @@ class _Planner(Ownership):
         small = [n for n, step in steps.items() if step.why == self._too_small]
         if small:
             self.plan.notes.append(
-                f"{count(len(small), 'layer')} ({_few(small)}) not centred for a {self._too_small}: on small images "
+                f"{count(len(small), 'layer')} ({few(small)}) not centred for a {self._too_small}: on small images "
                 "two networks trained better with a smaller min_fan_in, which centres the first layer (docs/compare.md)"
             )
         return steps
@@ -250,6 +218,8 @@ class _Planner(Ownership):
         weights = self.method.weights
         if weights == "keep":
             return "the method does not centre"
+        if name in self.given:
+            return self.given[name]
         if role == "gate":
             return "part of a gate"
         module = self.modules[name]
@@ -263,37 +233,6 @@ class _Planner(Ownership):
     @property
     def _too_small(self) -> str:
         return f"fan-in of at most {self.method.min_fan_in}"
-
-    def _cannot_change(self, name: str, action: str, scaled: bool) -> tuple[str, str] | None:
-        """Why a layer cannot be given another forward or other weights, and what to do; or None."""
-        module = self.modules[name]
-        changes, reweights = action != "keep" or scaled, action in ("centre", "standardise")
-        if (changes or self.init is not None) and not self._has_weight(name):
-            return (
-                "its weight is computed from other parameters (weight norm, a parametrization), so what would be "
-                f"{_DONE.get(action, 'changed')} and initialised is not what the optimizer sees",
-                "Remove it first (torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, "
-                "remove_spectral_norm or prune.remove), or leave its BatchNorm with where=",
-            )
-        if changes and not self._inside(name):
-            return (
-                "its weight is used by a function outside its own forward, which would not be changed",
-                "Call the module itself, or leave its BatchNorm with where=",
-            )
-        if changes and "forward" in module.__dict__:
-            return REPLACED
-        if reweights and not self.probes[name].centres:
-            version = "weight-mean" if action == "centre" else "standardised"
-            if not has_own_forward(type(module)):
-                return (
-                    f"a hook writes into its weight (a mask, say), which its {version} version would undo",
-                    "Leave its BatchNorm with where=, or remove the hook",
-                )
-            return (
-                f"{type(module).__name__} has a forward of its own, and its {version} version gives another output",
-                "Leave its BatchNorm with where=, or use a plain layer",
-            )
-        return None
 
     def _has_weight(self, name: str) -> bool:
         """Whether a layer's weight is a parameter of its own, not computed from others."""
@@ -364,7 +303,7 @@ class _Planner(Ownership):
             return dataclasses.replace(step, action="scale", why="ends a residual branch")
         if any(flow.reaches_activation(c) for c in calls):
             return dataclasses.replace(step, why="scalar bias before an activation")
-        if role == "post" and all(flow.read_once(o) for o in self.owned[name]):
+        if role == "post" and all(flow.read_once(o) for o in self.owned[name]) and self._direct(name, calls):
             return dataclasses.replace(step, action="remove", why=f"owned by {owners[0]}, before no activation")
         return dataclasses.replace(step, why="its input is read by others, too")
 
@@ -384,7 +323,7 @@ class _Planner(Ownership):
         alone = paired and read_once and self._inside(layer.name) and sharer is None
         why = ""
         factor = self.method.branch_factor
-        direct = all(c.inputs[0] is o for c, o in zip(calls, self.owned[name], strict=True))
+        direct = self._direct(name, calls)
         foldable = alone and direct and self._takes_beta(name, layer.name, owner)
         if scale is not None:
             rule = {"sqrt": "1/sqrt(v)", "linear": "1/v"}.get(str(self.method.residual), f"{scale:g}")
@@ -398,15 +337,22 @@ class _Planner(Ownership):
             layer = layers[layer.name] = dataclasses.replace(layer, **end)
             why += f", folded into {layer.name}"
         beta = getattr(self.norms[name], "bias", None) is not None
-        if foldable or (not beta and read_once):
+        if foldable or (not beta and read_once and direct):
             if beta:
                 layers[layer.name] = dataclasses.replace(layer, beta_from=name)
             return NormStep(name, kind, "post", "remove", owners, v=v, why=why or f"owned by {layer.name}")
         reason = "beta cannot become its layer's bias" if alone else "its layer is also used without it"
+        reason = (
+            reason if beta else "between it and its layer is a view, which an in-place activation must not write into"
+        )
         reason = f"{sharer} did not run and may share its layer" if sharer is not None else reason
         reason = reason if read_once else "its layer's output is read more than once"
         reason = "a hook or an attribute may keep its layer's output" if tapped else reason
         return NormStep(name, kind, "post", "shift", owners, v=v, why=why or reason)
+
+    def _direct(self, name: str, calls: list[Node]) -> bool:
+        """Whether a BatchNorm reads its layers' outputs themselves; without it, a view would be handed on."""
+        return all(c.inputs[0] is o for c, o in zip(calls, self.owned[name], strict=True))
 
     def _may_share(self, name: str) -> str | None:
         """A BatchNorm beside this one, of its width, that did not run: another domain's norm of the same layer, say."""
@@ -462,31 +408,15 @@ class _Planner(Ownership):
             for call, _ in self.roles.values():
                 behind |= call.ancestors
             why = without_formula((n for n in self.graph.nodes if behind >> n.index & 1), self.roles, v)
+            kept = [f"no formula for the weights of {n}, which stay ({reason})" for n, reason in self.given.items()]
+            why = kept[0] if kept else why
             self.plan.init = "calibrate" if why else "theory"
             self.plan.init_why = why or "every operation on the way has a formula"
         else:
             self.plan.init, self.plan.init_why = init, "asked for"
-        frozen = [n for n in self.roles if not any(p.requires_grad for p in self.modules[n].parameters())]
-        if self.plan.init is not None and frozen and len(frozen) < len(self.roles):
-            self.plan.notes.append(
-                f"{count(len(frozen), 'frozen layer')} ({_few(frozen)}) will get new starting weights, too: copies and "
-                "teachers must be loaded or copied anew"
-            )
+        self.plan.notes += notes_on_given(self.modules, self.given, self.plan.layers, self.plan.init is not None)
         if self.plan.init == "calibrate" and self.plan.gates:
             layers = count(len(self.plan.gates), "layer")
             self.plan.notes.append(
                 f"{layers} of gates will be scaled down where needed, so that gates start near constant"
             )
-
-
-def looks_trained(norm: nn.Module) -> bool:
-    """Whether a BatchNorm has seen data: running statistics other than 0 and 1; without any, betas that differ."""
-    mean, var, beta = (getattr(norm, name, None) for name in ("running_mean", "running_var", "bias"))
-    if isinstance(mean, Tensor) and isinstance(var, Tensor):
-        return not mean.is_meta and not var.is_meta and bool((mean != 0).any() or (var != 1).any())
-    return isinstance(beta, Tensor) and not beta.is_meta and bool((beta != beta.flatten()[0]).any())
-
-
-def _few(names: list[str]) -> str:
-    """The first names of a list that may be long."""
-    return ", ".join((*names[:3], *["..."][: len(names) > 3]))

@@ -90,11 +90,13 @@ class LayerProbe:
         centres: Its weight-mean version equals itself with centred weights.
         scales: ... and a scalar in it multiplies its output.
         takes_bias: A bias given to it is added to its output.
+        follows: Twice the weight gives twice the output; not so if the weight is standardised on the way.
     """
 
     centres: bool
     scales: bool
     takes_bias: bool
+    follows: bool = True
 
 
 def layer(module: nn.Module, input_shape: torch.Size) -> LayerProbe:
@@ -146,7 +148,10 @@ def _layer(twin: Any, x: Tensor) -> LayerProbe:
     with_bias.register_parameter("bias", Parameter(bias, requires_grad=False))
     shape = [1] * expected.dim()
     shape[dim] = -1
-    return LayerProbe(centres, scales, _same(with_bias(x), twin(x) + bias.reshape(shape)))
+    takes_bias = _same(with_bias(x), twin(x) + bias.reshape(shape))
+    doubled = copy.deepcopy(twin)
+    doubled.weight.mul_(2)
+    return LayerProbe(centres, scales, takes_bias, _same(doubled(x), 2 * twin(x)))
 
 
 def _on_cpu(module: nn.Module) -> nn.Module:

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from torch.nn import Parameter
+
 from mimicnorm.errors import RefusedError
 from mimicnorm.methods import Method, settings
 
@@ -68,6 +70,8 @@ class LayerStep:
         output_factor: A fixed factor on the whole output: alpha at the end of a branch.
         learns_gain: Whether it gets a learnable gain per output channel.
         on_raw_input: Whether it reads the model's own input, so that no bias comes before it.
+        start: What becomes of its weights: "draw" (by the theory; calibrated from where they are), "scale" (zeros
+            stay) or "keep" (frozen).
     """
 
     name: str
@@ -85,6 +89,7 @@ class LayerStep:
     output_factor: float = 1.0
     learns_gain: bool = False
     on_raw_input: bool = False
+    start: str = "draw"
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class HeadStep:
 
     name: str
     kind: str
-    classes: int
+    outputs: int
     dim: int
 
 
@@ -193,7 +198,7 @@ class Plan:
             row = (step.name, f"{step.kind}, {step.role}", action, str(step.fan_in), f"{step.gain:.4f}")
             lines.append((*row, f"{step.v:.4g}", why))
         for h in self.heads:
-            lines.append((h.name or "(root)", f"{h.kind}, head", "last norm", "", "", "", f"{h.classes} classes"))
+            lines.append((h.name or "(root)", f"{h.kind}, head", "last norm", "", "", "", count(h.outputs, "output")))
         return lines
 
     def __str__(self) -> str:
@@ -213,11 +218,38 @@ class Plan:
             f"{count(t[done], 'layer')} {done}, {t['not_centred']} not; "
             f"{count(t['residual_scalars'], 'residual scalar')}; {count(t['last_norms'], 'last norm')}"
         )
+        if self.heads:
+            names = ", ".join(h.name or "(root)" for h in self.heads)
+            lines.append(
+                f"last BN: takes the outputs of {names} for class scores that a cross entropy is trained on; for "
+                "anything else (regression, a discriminator) use last_norm=False"
+            )
         if self.init_why:
             lines.append(f"starting weights: {self.init} ({self.init_why})")
         lines += [f"note: {n}" for n in self.notes]
         lines += [f"REFUSED {r}" for r in self.refusals]
         return "\n".join(lines)
+
+
+@dataclass
+class Report(Plan):
+    """The plan that was carried out, and what an optimizer built before it would miss.
+
+    Attributes:
+        new_parameters: (qualified name, parameter) of every trainable parameter that did not exist before.
+        moved_parameters: Old key -> new key of betas that live on as, or were added to, a layer's bias or a shift.
+    """
+
+    new_parameters: list[tuple[str, Parameter]] = field(default_factory=list)
+    moved_parameters: dict[str, str] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain data, ready for JSON."""
+        return {
+            **super().as_dict(),
+            "new_parameters": [name for name, _ in self.new_parameters],
+            "moved_parameters": dict(self.moved_parameters),
+        }
 
 
 def count(n: int, noun: str) -> str:
@@ -228,3 +260,8 @@ def count(n: int, noun: str) -> str:
         ('1 layer', '2 layers')
     """
     return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
+
+
+def few(names: list[str]) -> str:
+    """The first names of a list that may be long."""
+    return ", ".join((*names[:3], *["..."][: len(names) > 3]))

@@ -1,0 +1,229 @@
+"""Prove a plan before it is carried out, so that a plan without refusals is one that can be carried out.
+
+The surgery is rehearsed on the model itself and undone: classes and registries change, no value does. What is recorded
+then must be the graph from before without its norms: code that asks for a class (``isinstance(layer, nn.BatchNorm2d)``)
+takes another path once the class is gone. And no sample may see another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import Counter
+from collections.abc import Collection, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from mimicnorm import mixing
+from mimicnorm.errors import MimicNormError
+from mimicnorm.graph import Graph, Node
+from mimicnorm.isolate import snapshot
+from mimicnorm.layers import LastNorm
+from mimicnorm.operate import operate
+from mimicnorm.record import repeat
+from mimicnorm.steps import Plan, Refusal, Report
+
+
+def prove(model: nn.Module, planned: Plan, graph: Graph, example: Any, allow_mixing: Collection[str]) -> None:
+    """Rehearse a plan; what refuses or is worth knowing goes into it.
+
+    Args:
+        model: The network, before its conversion; left as it was.
+        planned: The plan, without a refusal so far.
+        graph: The network as it was recorded.
+        example: As for ``plan``.
+        allow_mixing: Names of modules that may work across the batch, with all that is inside them.
+    """
+    with _rehearsed(model, planned):
+        after, suspects = _watched(model, graph, example)
+        if after is None or _changed_node(graph, after, planned) is not None:  # perhaps only for the batch size
+            try:
+                after = repeat(model, example, graph, follow=_called_directly(graph))
+            except MimicNormError as error:
+                _refuse_broken(planned, error)
+                return
+            changed = _changed_node(graph, after, planned)
+            if changed is not None and not _explain_change(planned, graph, changed):
+                return
+        if suspects:
+            _judge(model, planned, example, suspects, allow_mixing)
+
+
+@contextlib.contextmanager
+def _rehearsed(model: nn.Module, planned: Plan) -> Iterator[None]:
+    """The network as the plan would make it, its last norms passing logits on as they are."""
+    restore = snapshot(model)
+    try:
+        operate(model, Report(**planned.__dict__))
+        for m in model.modules():
+            if isinstance(m, LastNorm):
+                m.intercept = torch.Tensor.clone
+        yield
+    finally:
+        restore()
+
+
+def _watched(model: nn.Module, graph: Graph, example: Any) -> tuple[Graph | None, dict[str, str]]:
+    """The graph of a batch of another size, if it can be had, and the modules in which samples may meet."""
+    follow = _called_directly(graph)
+    with contextlib.suppress(Exception):  # a batch size written into the model, or values that fake tensors lack
+        watched = mixing.watch(model, example, graph, follow)
+        if watched is not None and graph.training:
+            return watched
+        if watched is not None:  # recorded in evaluation mode: samples may meet in training only
+            in_training = mixing.watch(model, example, Graph(), follow)
+            assert in_training is not None
+            return watched[0], {**watched[1], **in_training[1]}
+    return None, {"": ""}
+
+
+def _called_directly(graph: Graph) -> set[str]:
+    """Modules whose forward was called past their hooks, as in ``layer.forward(x)``."""
+    named = ((n.layer or n.norm, n.where) for n in graph.nodes)
+    return {name for name, where in named if name and where != name and not where.startswith(f"{name}.")}
+
+
+# -- the same graph, without its norms ---------------------------------------------------------------------------
+
+
+def _changed_node(before: Graph, after: Graph, planned: Plan) -> Node | None:
+    """The first operation of a converted network that the original did not do, or did and it does not; or None.
+
+    Two operations are the same if they have the same function, run in the same module and read the same. Norms that are
+    taken out count as their input, a call of a layer that is changed as one operation.
+    """
+    numbers: dict[tuple, int] = {}
+    first, second = (_numbered(graph, _Places(planned), numbers) for graph in (before, after))
+    taps = [{ids[n] for n in ids if n.tapped} for ids in (first, second)]
+    outputs = [[ids[n] for n in graph.outputs] for graph, ids in ((before, first), (after, second))]
+    if outputs[0] == outputs[1] and taps[0] == taps[1]:
+        return None
+    changed = [*_only_here(first, before, second), *_only_here(second, after, first)]
+    # What follows a change is changed, too: better to name an operation that is there more or less often.
+    counts = [Counter((n.op, n.where) for n in ids) for ids in (first, second)]
+    telling = [n for n in changed if counts[0][n.op, n.where] != counts[1][n.op, n.where]]
+    return (*telling, *changed, *after.outputs, *before.outputs)[0]
+
+
+def _only_here(ids: dict[Node, int], graph: Graph, others: dict[Node, int]) -> list[Node]:
+    """The operations on the way to an output or a tap that the other graph lacks, though it has all that they read."""
+    reached, known = 0, set(others.values())
+    for node in (*graph.outputs, *(n for n in graph.nodes if n.tapped)):
+        reached |= node.ancestors
+    unknown = (n for n in graph.nodes if reached >> n.index & 1 and ids[n] not in known)
+    return [n for n in unknown if all(ids[i] in known for i in n.inputs)]
+
+
+class _Places:
+    """Which module that a plan changes an operation is part of, if any."""
+
+    def __init__(self, planned: Plan):
+        self.norms = {n.name for n in planned.norms if n.action != "leave"}
+        self.norms |= {f"{h.name}.last_norm".lstrip(".") for h in planned.heads}
+        self.layers = {step.name for step in planned.layers}
+        self.children = {f"{n.name}.{child}".lstrip(".") for n in planned.norms for child in n.keeps}
+
+    def of(self, node: Node) -> str | None:
+        """The module's name; None for an operation that has to be as it was."""
+        if node.norm in self.norms or node.layer in self.layers:
+            return node.norm or node.layer
+        name = node.where
+        while name and name not in self.children:
+            if name in self.norms or name in self.layers:
+                return name
+            name = name.rpartition(".")[0]
+        return None
+
+
+def _numbered(graph: Graph, places: _Places, numbers: dict[tuple, int]) -> dict[Node, int]:
+    """Give every operation a number that is equal for equal operations, in both graphs."""
+    ids: dict[Node, int] = {}
+    read: dict[Node, frozenset[int]] = {}  # by a changed module, up to this operation of it
+    place: dict[Node, str | None] = {}
+    for node in graph.nodes:
+        place[node] = name = places.of(node)
+        if name is None:
+            key: tuple = (node.op, node.where, *(ids[n] for n in node.inputs))
+            if not node.inputs:  # the model's inputs, by their order
+                key = (*key, sum(not n.inputs and n.where == node.where for n in graph.nodes[: node.index]))
+        else:
+            parts = (read[n] if place[n] == name else frozenset({ids[n]}) for n in node.inputs)
+            read[node] = frozenset().union(*parts)
+            key = (name, read[node])
+            if name in places.norms and len(read[node]) == 1:
+                (ids[node],) = read[node]
+                continue
+        ids[node] = numbers.setdefault(key, len(numbers))
+    return ids
+
+
+def _explain_change(planned: Plan, graph: Graph, changed: Node) -> bool:
+    """Refuse a network that takes another path once converted; True if values may be the reason, which is noted."""
+    at = f"{changed.op!r} in {changed.where!r}" if changed.where else f"{changed.op!r} in the model's own forward"
+    if not graph.fake:
+        planned.notes.append(
+            f"the network's control flow reads values, and without BatchNorm it took another path ({at}): whether the "
+            "conversion is right there could not be shown"
+        )
+        return True
+    planned.refusals.append(
+        Refusal(
+            changed.where,
+            "without its BatchNorms the network takes another path: its code asks for the class or for an attribute "
+            f"of a layer that the conversion changes, and {at} is not as before",
+            "Let the code not depend on the class (a flag set in __init__, an attribute such as num_features), or "
+            "leave the BatchNorms it asks for with where=",
+        )
+    )
+    return False
+
+
+def _refuse_broken(planned: Plan, error: MimicNormError) -> None:
+    cause, where = error.__cause__ or error, getattr(error, "where", "")
+    planned.refusals.append(
+        Refusal(
+            where,
+            f"without its BatchNorms the network does not run any more ({type(cause).__name__}: {cause})",
+            "Leave the BatchNorms that its code reads with where=",
+        )
+    )
+
+
+# -- no sample sees another --------------------------------------------------------------------------------------
+
+
+def _judge(
+    model: nn.Module, planned: Plan, example: Any, suspects: dict[str, str], allow_mixing: Collection[str]
+) -> None:
+    """Refuse a network whose samples see each other by numbers, whatever its modules are called."""
+    left = {n.name for n in planned.norms if n.action == "leave"}
+    suspects = {name: op for name, op in suspects.items() if name not in left}
+    starts = {f"{s.name}.weight": s.gain / math.sqrt(s.fan_in) for s in planned.layers}
+    try:
+        changes = mixing.changes(model, example, suspects, ignored=left, starts=starts)
+    except Exception:  # the passes were extra: that they cannot be made says nothing about the conversion
+        changes = dict.fromkeys(suspects, math.nan)
+    for name, change in changes.items():
+        kind = type(model.get_submodule(name)).__name__
+        kind = kind.removeprefix("LastNormed") if name in {h.name for h in planned.heads} else kind
+        at, by = (
+            f"{name!r} ({kind})" if name else "the network itself",
+            f" ({suspects[name]})" if suspects[name] else "",
+        )
+        allowed = any(name == a or not a or name.startswith(f"{a}.") for a in allow_mixing)
+        if math.isnan(change):
+            planned.notes.append(f"{at} may work across the batch{by}: that could not be tried")
+        elif change > 0 and allowed:
+            planned.notes.append(f"{at} works across the batch{by}, which allow_mixing= accepts")
+        elif change > 0:
+            planned.refusals.append(
+                Refusal(
+                    name,
+                    f"samples would still see each other: {at} works across the batch{by}, its output for one sample "
+                    f"changes by {change:.1g} of its size with the others, and it is not a BatchNorm known here",
+                    "Put nn.BatchNorm in its place before converting. If it is meant to mix samples, or the first "
+                    f"dimension of the first argument is not the batch, accept it with allow_mixing=({name!r},)",
+                )
+            )
