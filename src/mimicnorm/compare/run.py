@@ -208,10 +208,11 @@ def _provenance(processes: Processes) -> dict[str, Any]:
 
 def _measure(job: Job, data: dict[str, Any], source: Source, processes: Processes, before: dict[str, Any]) -> None:
     for contestant, entry in zip(job.contestants, data["methods"], strict=True):
-        entry["memory"] = memory_of(job, contestant, source)
+        entry["memory"] = memory_of(job, contestant, source, processes)
     first = data["methods"][0]["memory"]
     for entry in data["methods"]:
-        if "why_not" not in entry["memory"] and "why_not" not in first:
+        alike = ("note" in entry["memory"]) == ("note" in first)  # both of the compiled network, or neither
+        if "why_not" not in entry["memory"] and "why_not" not in first and alike:
             for what, ratio in (("saved_bytes_per_image", "saved_ratio"), ("peak_bytes", "peak_ratio")):
                 entry["memory"][ratio] = entry["memory"][what] / first[what]
     timed = {entry["label"]: entry["time"] for entry in before["methods"] if entry["time"]}
