@@ -94,6 +94,9 @@ class Recipe:
         positive = ("lr", "width", "gamma", "scalar_rate", "classifier_variance")
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
+            if isinstance(value, bool) != (field.type == "bool"):  # "no" would pass as true, True as 1
+                kind = "True or False" if field.type == "bool" else f"a value of type {field.type}"
+                raise RecipeError(f"{name}={value!r}: it must be {kind}")
             if field.type in ("int", "float", "float | None") and value is not None:
                 whole = field.type == "int"
                 if not isinstance(value, int if whole else int | float):
