@@ -27,7 +27,8 @@ def test_every_method_has_accuracy_memory_time_and_a_plan(compared):
     _, data = compared
     assert data["schema"] == 1
     assert data["status"] == "done"
-    assert data["data"] == {"train": 48, "test": 40, "classes": 10, "shape": [1, 8, 8]}
+    sizes = {key: value for key, value in data["data"].items() if key != "fingerprints"}
+    assert sizes == {"train": 48, "test": 40, "classes": 10, "shape": [1, 8, 8]}
     by_label = {m["label"]: m for m in data["methods"]}
     assert [len(m["runs"]) for m in by_label.values()] == [2, 2, 1]
     assert by_label["nonorm"]["accuracy"]["sd"] is None
@@ -64,6 +65,33 @@ def test_more_methods_and_seeds_are_added(compared, tmp_path):
 def test_other_settings_need_another_folder(compared):
     with pytest.raises(MimicNormError, match=r"other settings: epochs was 1 and is 2.*--out"):
         run(small.job(epochs=2), compared[0], progress=False)
+
+
+@pytest.mark.parametrize("without", ["nothing", "compare.json", "*/data.json"])
+def test_other_data_of_the_same_size_needs_another_folder(compared, tmp_path, monkeypatch, without):
+    """The comparison knows its data, and so does every finished run in it."""
+    out = tmp_path / "other"
+    shutil.copytree(compared[0], out)
+    for path in out.glob(without):
+        path.unlink()
+    module, job = sys.modules["mimicnorm.compare.run"], small.job()
+    train_set, test_set = module.load(job.recipe)
+    train_set.images[3] = 0
+    monkeypatch.setattr(module, "load", lambda *_: (train_set, test_set))
+    with pytest.raises(MimicNormError, match=r"other data: the fingerprint of the training images was"):
+        run(job, out, progress=False)
+
+
+def test_folders_of_an_older_version_have_no_fingerprints_and_go_on(compared, tmp_path, monkeypatch):
+    out = tmp_path / "older"
+    shutil.copytree(compared[0], out)
+    data = json.loads((out / "compare.json").read_text())
+    del data["data"]["fingerprints"]
+    (out / "compare.json").write_text(json.dumps(data))
+    for path in out.glob("*/data.json"):
+        path.unlink()
+    monkeypatch.setattr(Trainer, "step", lambda *_: pytest.fail("a step was taken"))
+    assert run(small.job(), out, progress=False)["data"] == compared[1]["data"]
 
 
 def test_ctrl_c_keeps_what_is_there_and_the_same_call_goes_on(tmp_path, monkeypatch, compared):

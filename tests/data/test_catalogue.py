@@ -6,6 +6,7 @@ import os
 import sys
 from pathlib import Path
 
+import numpy as np
 import parquet_files
 import pytest
 import torch
@@ -41,8 +42,9 @@ def test_subsets_are_even_over_classes_and_grow():
     rows = {tuple(x) for x in more.images.flatten(1).tolist()}
     assert all(tuple(x) in rows for x in some.images.flatten(1).tolist())
     assert len(data.load("digits", limit=10**6)) == 1438
-    with pytest.raises(DataError, match="at least 1, not 0"):
-        data.load("digits", limit=0)
+    for limit in (0, 2.5, True):
+        with pytest.raises(DataError, match=f"at least 1, not {limit}"):
+            data.load("digits", limit=limit)
 
 
 @pytest.mark.parametrize("where", ["", "cifar10", "cifar10/plain_text", "plain_text"])
@@ -66,6 +68,58 @@ def test_a_missing_part_is_named(tmp_path):
     parquet_files.write(tmp_path / "train-00000-of-00002.parquet", parquet_files.pictures(1), [0])
     with pytest.raises(DataError, match=r"holds a part of cifar100: train-00001-of-00002.parquet is missing"):
         data.load("cifar100", data_dir=tmp_path)
+
+
+@pytest.mark.parametrize("count", [10, 20], ids=["cifar10", "coarse"])
+def test_labels_of_other_classes_are_not_cifar100(tmp_path, count):
+    """CIFAR-10 has images of the same size, and its labels, in a column `label`, are all below 100."""
+    labels = [i % count for i in range(40)]
+    parquet_files.write(tmp_path / "cifar100" / "train.parquet", parquet_files.pictures(40), labels, label="label")
+    says = rf"cifar100' does not hold cifar100: the labels in column label are of {count} classes \(0 to {count - 1}\)"
+    with pytest.raises(DataError, match=rf"{says}, and cifar100 has 100, in column fine_label\. Give the files"):
+        data.load("cifar100", data_dir=tmp_path)
+
+
+def test_a_column_called_label_with_all_classes_is_cifar100(tmp_path):
+    labels = [99 - i for i in range(100)]
+    parquet_files.write(tmp_path / "train.parquet", parquet_files.pictures(100), labels, label="label")
+    assert data.load("cifar100", data_dir=tmp_path, limit=50).classes == 100
+
+
+def test_cifar100_is_not_cifar10(tmp_path):
+    parquet_files.write(tmp_path / "train.parquet", parquet_files.pictures(3), [0, 1, 2])
+    with pytest.raises(DataError, match=r"does not hold cifar10: it has no column label; .*fine_label.*own name"):
+        data.load("cifar10", data_dir=tmp_path)
+
+
+def grey(count: int, mean: float) -> list:
+    """Images of digits by their mean alone: some pixels are white."""
+    return [x * np.uint8(255) for x in np.random.default_rng(0).random((count, 28, 28)) < mean]
+
+
+def test_fashion_mnist_is_not_mnist(tmp_path):
+    """Columns, size, number of classes and of images are the same; the brightness is not."""
+    labels = [i % 10 for i in range(300)]
+    parquet_files.write(tmp_path / "train.parquet", grey(300, 0.286), labels, "image", "label")
+    with pytest.raises(DataError, match=r"not hold mnist: the mean of its images is \(0\.28.* mnist is \(0\.131\)"):
+        data.load("mnist", data_dir=tmp_path)
+    parquet_files.write(tmp_path / "train.parquet", grey(300, 0.1307), labels, "image", "label")
+    assert len(data.load("mnist", data_dir=tmp_path)) == 300
+
+
+def test_imagenet_has_a_thousand_classes(tmp_path):
+    for split in ("train", "val"):
+        for number in range(1000):
+            folder = tmp_path / split / f"n{number:08d}"
+            folder.mkdir(parents=True)
+            (folder / "a.JPEG").touch()
+    assert data.load("imagenet", data_dir=tmp_path).classes == 1000
+    for split in ("train", "val"):
+        (tmp_path / split / "n00000001" / "a.JPEG").unlink()
+        (tmp_path / split / "n00000001").rmdir()
+    with pytest.raises(DataError, match=rf"999 class folders, and imagenet has 1000\. Load .* as folder:{tmp_path}"):
+        data.load("imagenet", data_dir=tmp_path)
+    assert data.load(f"folder:{tmp_path}").classes == 999
 
 
 def test_the_hub_is_asked_where_no_folder_is_given(tmp_path, monkeypatch):

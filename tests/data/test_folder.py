@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import numpy as np
 import pytest
 import torch
@@ -38,7 +40,21 @@ def test_splits_classes_and_shapes(tree):
     assert images.shape == (2, 3, 224, 224)
     assert labels.tolist() == [1, 0]
     assert data.load(f"folder:{tree}", limit=4).labels.tolist() == [0, 0, 1, 1]
-    assert len(data.load("imagenet", data_dir=tree)) == 6
+
+
+def test_a_fingerprint_is_of_names_labels_and_bytes_wherever_the_folder_is(tree, tmp_path_factory):
+    before = data.load(f"folder:{tree}").fingerprint()
+    moved = tmp_path_factory.mktemp("elsewhere") / "copy"
+    shutil.copytree(tree, moved)
+    assert data.load(f"folder:{moved}").fingerprint() == before
+    assert data.load(f"folder:{moved}", limit=4).fingerprint() != before
+    image = moved / "train" / "bee" / "1.JPEG"
+    Image.new("RGB", (30, 30)).save(image)  # another picture under the same name
+    assert data.load(f"folder:{moved}").fingerprint() != before
+    shutil.copy(tree / "train" / "bee" / "1.JPEG", image)
+    assert data.load(f"folder:{moved}").fingerprint() == before
+    image.rename(moved / "train" / "bee" / "1.jpg")
+    assert data.load(f"folder:{moved}").fingerprint() != before
 
 
 def test_images_depend_on_seed_epoch_and_index_alone(tree):

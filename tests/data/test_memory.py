@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from mimicnorm.data import Memory
+from mimicnorm.data import Memory, Source
 from mimicnorm.data.memory import crop_and_flip
 
 
@@ -92,3 +92,46 @@ def test_light_only_mirrors():
     mirrored = (plain.flip(3) == light).flatten(1).all(1)
     assert (same | mirrored).all()
     assert 5 < same.sum() < 35
+
+
+def test_a_fingerprint_is_of_every_image_and_label():
+    before = source().fingerprint()
+    assert source().fingerprint() == before
+    pixel, label, scale = source(), source(), source()
+    pixel.images[17, 1, 4, 4] ^= 1
+    label.labels[17] ^= 1
+    scale.std = (0.2, 0.31)
+    assert len({before, *(s.fingerprint() for s in (pixel, label, scale))}) == 4
+    moved = source()
+    images_of(moved, [torch.arange(4)])  # as in a run
+    assert moved.fingerprint() == before
+
+
+def test_of_much_data_a_part_is_hashed(monkeypatch):
+    monkeypatch.setattr("mimicnorm.data.memory.HASHED_BYTES", 10 * source().images[0].nbytes)
+    before, other, label = source().fingerprint(), source(), source()
+    other.images[20:] ^= 1
+    label.labels[17] ^= 1
+    assert len({before, other.fingerprint(), label.fingerprint()}) == 3
+
+
+class Own(Source):
+    """A data set of a user's, which says nothing about itself but its batches."""
+
+    inner = source()
+
+    def __len__(self):
+        return len(self.inner)
+
+    def batches(self, indices, **how):
+        return self.inner.batches(indices, **how)
+
+
+def test_data_sets_of_ones_own_have_a_fingerprint(monkeypatch):
+    own = Own("own", 10, (2, 9, 11), "cifar", "none", (0.4, 0.5), (0.2, 0.3))
+    before = own.fingerprint()
+    assert own.fingerprint() == before
+    other = source()
+    other.images ^= 1
+    monkeypatch.setattr(Own, "inner", other)
+    assert own.fingerprint() != before

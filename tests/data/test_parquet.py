@@ -41,7 +41,7 @@ def jpeg_of(pixels: np.ndarray) -> bytes:
         (parquet_files.encoded(GOOD[0])[:900], "row 1: the image does not decode"),
         (b"", "row 1: the image does not decode"),
         (None, "row 1: the image is missing"),
-        (parquet_files.pictures(1, (32, 31, 3))[0], r"row 1: the image is 32 x 31 RGB .*must be 32 x 32 RGB"),
+        (parquet_files.pictures(1, (32, 31, 3))[0], r"row 1: the image is 32 x 31 RGB .*cifar100 must be 32 x 32 RGB"),
         (parquet_files.pictures(1, (32, 32))[0], "row 1: the image is 32 x 32 L "),
         (parquet_files.pictures(1, (32, 32, 4))[0], "row 1: the image is 32 x 32 RGBA "),
     ],
@@ -62,7 +62,7 @@ def test_a_palette_does_not_pass_for_grey(tmp_path):
     buffer = io.BytesIO()
     Image.fromarray(parquet_files.pictures(1, (28, 28))[0]).convert("P").save(buffer, "PNG")
     parquet_files.write(tmp_path / "train.parquet", [buffer.getvalue()], [0], "image", "label")
-    with pytest.raises(DataError, match=r"row 0: the image is 28 x 28 P .*must be 28 x 28 L"):
+    with pytest.raises(DataError, match=r"row 0: the image is 28 x 28 P .*mnist must be 28 x 28 L"):
         data.load("mnist", data_dir=tmp_path)
 
 
@@ -79,7 +79,7 @@ def test_a_label_that_no_signed_number_holds(tmp_path):
 
 def test_wrong_columns(tmp_path):
     parquet_files.write(tmp_path / "train.parquet", GOOD, [0, 1, 2], image="picture")
-    fails(tmp_path, "has no column img or image: it has picture, fine_label, coarse_label")
+    fails(tmp_path, "has no column img or image; its columns are picture, fine_label, coarse_label")
     parquet_files.write(tmp_path / "train.parquet", GOOD, [0, 1, 2], label="class")
     fails(tmp_path, "has no column fine_label or label")
     parquet_files.write(tmp_path / "train.parquet", GOOD, ["0", "1", "2"])
@@ -106,7 +106,7 @@ def test_an_empty_file(tmp_path):
 
 def test_plain_bytes_other_names_and_other_formats_are_read(tmp_path):
     cells = [parquet_files.encoded(GOOD[0]), jpeg_of(GOOD[1])]
-    pq.write_table(pa.table({"image": cells, "label": pa.array([5, 6], pa.int8())}), tmp_path / "train.parquet")
+    pq.write_table(pa.table({"image": cells, "fine_label": pa.array([5, 6], pa.int8())}), tmp_path / "train.parquet")
     source = load(tmp_path)
     assert source.labels.tolist() == [5, 6]
     assert np.array_equal(source.images[0].permute(1, 2, 0).numpy(), GOOD[0])

@@ -19,7 +19,17 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def profiled_peak(make_model: Callable[[], nn.Module], shape: tuple[int, ...], optimizer: str) -> int:
+def at_once(model: nn.Module, images: torch.Tensor, classes: torch.Tensor) -> Any:
+    """Forward and backward pass of the whole batch; what a training loop holds of it to the end."""
+    output = model(images)
+    loss = F.cross_entropy(output, classes)
+    loss.backward()
+    return output, loss
+
+
+def profiled_peak(
+    make_model: Callable[[], nn.Module], shape: tuple[int, ...], optimizer: str, passes: Callable[..., Any] = at_once
+) -> int:
     """Build, train two steps, and return the largest sum of live allocations during the second one.
 
     Everything that PyTorch's CPU allocator hands out counts, inside of operations too. Everything is made under the
@@ -33,11 +43,9 @@ def profiled_peak(make_model: Callable[[], nn.Module], shape: tuple[int, ...], o
         for name in ("first step", MEASURED):
             stepper.zero_grad()
             with record_function(name):
-                output = model(images)
-                loss = F.cross_entropy(output, classes)
-                loss.backward()
+                held = passes(model, images, classes)
                 stepper.step()
-            del output, loss
+            del held
     return max(alive for alive, measured in _alive(profiler) if measured)
 
 

@@ -286,6 +286,8 @@ def test_real_batches_of_another_size_hold_valid_values():
         (["--plot", "/no/such/place/x.png"], "there is no directory"),
         (["--optimizer", "lion"], "--optimizer 'lion' is not known: give one of sgd, sgd-momentum, adamw, none"),
         (["--methods", ""], "--methods names no method"),
+        (["--device", "gpu"], "--device 'gpu' is not a device: give cpu, cuda or auto"),
+        (["--device", "meta"], "--device meta has no memory to predict"),
     ],
 )
 def test_the_command_refuses_before_it_loads_anything(words, said, capsys, monkeypatch):

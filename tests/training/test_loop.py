@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import tiny
 import torch
 
 from mimicnorm.errors import CheckpointError, RecipeError
+from mimicnorm.training import checkpoint
 from mimicnorm.training.folder import opened
 
 
@@ -110,6 +112,38 @@ def test_other_data_and_another_network_are_refused(tmp_path: Path, monkeypatch)
         tiny.train(tmp_path)
 
 
+OTHER = (tiny.source(56, seed=7), tiny.SOURCES[1])
+
+
+@pytest.mark.parametrize("without", ["data.json", "checkpoints"])
+def test_other_data_of_the_same_size_is_refused(tmp_path: Path, monkeypatch, without):
+    """The file in the folder knows, and so does the checkpoint."""
+    path = interrupted(tmp_path) / without
+    shutil.rmtree(path) if path.is_dir() else path.unlink()
+    monkeypatch.setattr(tiny.loop, "load", lambda *_: OTHER)
+    before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
+    for sources in (None, OTHER):
+        with pytest.raises(RecipeError, match=r"other data: the fingerprint of the training images was .* is .* began"):
+            tiny.loop.train(tiny.recipe(), tmp_path, sources=sources, progress=False)
+    assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"} == before
+
+
+def test_a_finished_run_is_not_returned_for_other_sources(finished: Path):
+    with pytest.raises(RecipeError, match="other data: the fingerprint of the training images was"):
+        tiny.loop.train(tiny.recipe(), finished, sources=OTHER, progress=False)
+
+
+def test_a_run_of_an_older_version_knows_the_sizes_of_its_data_alone_and_resumes(finished: Path, tmp_path: Path):
+    (interrupted(tmp_path) / "data.json").unlink()
+    newest = max((tmp_path / "checkpoints").iterdir())
+    tensors, state = checkpoint.load(newest)
+    checkpoint.save(newest.parent, state["at"]["step"], tensors, state | {"data": [56, 24, 4]})
+    with pytest.raises(RecipeError, match=r"was \[56, 24, 4\], is \[48, 24, 4\]"):
+        tiny.loop.train(tiny.recipe(), tmp_path, sources=(tiny.source(48), tiny.source(24)), progress=False)
+    assert tiny.in_a_process(tiny.train, tmp_path) == 0
+    assert tiny.outcome(tmp_path) == tiny.outcome(finished)
+
+
 def test_lost_metrics_are_noticed(tmp_path: Path):
     (interrupted(tmp_path) / "metrics.jsonl").write_text("")
     with pytest.raises(CheckpointError, match="lost lines"):
@@ -128,7 +162,7 @@ def test_a_full_disk_is_said_and_the_run_goes_on_when_there_is_room(finished: Pa
     assert tiny.in_a_process(tiny.on_a_small_disk, out, room) == 2
     assert "What was saved before is untouched" in out.with_suffix(".error").read_text()
     assert not list(out.glob("checkpoints/*"))
-    assert tiny.in_a_process(tiny.killed_after, 900, out) == -signal.SIGKILL
+    assert tiny.in_a_process(tiny.killed_after, 1000, out) == -signal.SIGKILL
     saved = {p.name for p in out.glob("checkpoints/step-*")}
     assert saved
     assert tiny.in_a_process(tiny.on_a_small_disk, out, room) == 2

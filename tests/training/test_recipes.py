@@ -50,6 +50,7 @@ def test_a_recipe_is_frozen_and_changed_by_copy():
         *({"lr": "0.1"}, {"precision": "fp8"}, {"seed": -1}, {"seed": 2**70}, {"limit": -1}, {"scalar_rate": -1.0}),
         *({"milestones": (1, -2)}, {"warmup_epochs": float("inf")}, {"momentum": 1.0}, {"init": "None"}),
         *({"milestones": (12,)}, {"milestones": (2, 5), "epochs": 5}),
+        *({"compile": "no"}, {"channels_last": 0}, {"batch": True}, {"micro_batch": False}, {"scalar_rate": True}),
     ],
 )
 def test_impossible_fields_are_refused(wrong):

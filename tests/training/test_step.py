@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 
 import pytest
 import tiny
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mimicnorm.data import load
 from mimicnorm.errors import NonFiniteError, RecipeError
 from mimicnorm.layers import LastNormed, WeightMeanConv2d
 from mimicnorm.methods import MimicNorm
@@ -112,6 +114,31 @@ def test_the_classifier_starts_alike_for_all_methods(method, variance):
     assert not fc.bias.any()
     assert isinstance(fc, LastNormed) == (method == "mimicnorm")
     assert torch.equal(fc.weight, network(r, tiny.SOURCES[0]).fc.weight)
+
+
+def variances(model: nn.Module) -> dict[str, float]:
+    """Variance times fan-in of each layer."""
+    layers = ((n, m.weight.detach()) for n, m in model.named_modules() if isinstance(m, nn.Conv2d | nn.Linear))
+    return {name: float(w.var() * w[0].numel()) for name, w in layers}
+
+
+@pytest.mark.parametrize("method", ["batchnorm", "mimicnorm", "nonorm"])
+@pytest.mark.parametrize(
+    ("model", "classifier"), [("mlp10", "31"), ("vgg11", "classifier.6"), ("squeezenet1_1", "classifier.1")]
+)
+def test_only_the_classifier_has_the_classifiers_variance(method, model, classifier):
+    """Hidden linear layers are no classifiers, and a convolution may be one: data flow tells, not the class."""
+    changes = {"model": model, "method": method, "classifier_variance": 0.1, "width": 0.25}
+    source = load("digits", limit=40)
+    found = variances(network(dataclasses.replace(recipe("digits-mlp10"), **changes), source))
+    assert found.pop(classifier) == pytest.approx(0.1, rel=0.3)
+    assert min(found.values()) > 0.7  # 2; 1 on the raw input; more where layers are centred
+
+
+def test_hidden_linear_layers_of_the_baseline_start_as_its_convolutions_do():
+    r = recipe("digits-mlp10", method="batchnorm", width=1.0)
+    *hidden, _ = variances(network(r, load("digits", limit=40))).values()
+    assert hidden == [pytest.approx(2.0, rel=0.1)] * 10
 
 
 def test_the_classifier_of_other_packages_stays_as_it_was_built():

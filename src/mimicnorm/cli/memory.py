@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -32,6 +32,8 @@ class Memory:
     """sgd-momentum, sgd, adamw, or none."""
     budget: str | None = None
     """Memory of the device, e.g. 16GiB: adds the largest batch that fits."""
+    device: str = "auto"
+    """What to predict for: cpu, cuda, ...; auto is the GPU if there is one. No GPU is needed to predict for one."""
     fake: bool = True
     """Try the step without allocating it; --no-fake runs it for real, on normal noise."""
     by_module: bool = False
@@ -46,8 +48,8 @@ class Memory:
         from mimicnorm import memory
         from mimicnorm.cli.console import Console
         from mimicnorm.errors import MemoryPredictionError
+        from mimicnorm.memory.arguments import OPTIMIZERS
         from mimicnorm.memory.figure import refuse_unwritable
-        from mimicnorm.memory.step import OPTIMIZERS
         from mimicnorm.methods import method
         from mimicnorm.models import find
         from mimicnorm.models.lookup import input_shape
@@ -63,10 +65,14 @@ class Memory:
         if self.plot is not None:
             refuse_unwritable(self.plot)
         budget = memory.parse_bytes(self.budget) if self.budget is not None else None
+        device = _device(self.device)
         model = find(self.model, input=self.input, width=self.width, image=self.image)
+        if not self.fake:
+            model = _moved(model, device)
         shape = input_shape(model, batch=self.batch, image=self.image, shape=self.shape)
         optimizer = None if self.optimizer == "none" else self.optimizer
-        comparison = memory.compare(model, shape, chosen, optimizer=optimizer, budget=budget, fake=self.fake)
+        settings = {"optimizer": optimizer, "budget": budget, "fake": self.fake, "device": device}
+        comparison = memory.compare(model, shape, chosen, **settings)  # pyrefly: ignore
         if self.plot is not None:
             memory.plot(comparison, self.plot)
         if self.json:
@@ -81,3 +87,31 @@ class Memory:
                 console.print(analysis.module_table())
         if self.plot is not None:
             console.print(f"wrote {self.plot}")
+
+
+def _device(name: str) -> str:
+    """The type of the device that is asked for."""
+    import torch
+
+    from mimicnorm.errors import MemoryPredictionError
+
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        kind = torch.device(name).type
+    except RuntimeError as error:
+        raise MemoryPredictionError(f"--device {name!r} is not a device: give cpu, cuda or auto") from error
+    if kind == "meta":
+        raise MemoryPredictionError("--device meta has no memory to predict: give cpu, cuda or auto")
+    return kind
+
+
+def _moved(model: Any, device: str) -> Any:
+    """The model on the device on which the step is to be run for real."""
+    from mimicnorm.errors import MemoryPredictionError
+
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise MemoryPredictionError(f"--no-fake runs the step on {device}, which cannot be used: {reason}") from error

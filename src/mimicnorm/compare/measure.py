@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mimicnorm import memory
 from mimicnorm.compare.job import Contestant, Job
@@ -17,7 +18,7 @@ from mimicnorm.methods import BatchNorm
 from mimicnorm.planning import plan
 from mimicnorm.training.build import narrowed, network
 from mimicnorm.training.processes import Processes
-from mimicnorm.training.step import DTYPES, Trainer
+from mimicnorm.training.step import DTYPES, Trainer, mean_loss, optimizer
 
 
 def applied(job: Job, source: Source) -> dict[str, dict[str, Any]]:
@@ -63,18 +64,38 @@ def note(job: Job, contestant: Contestant) -> str:
     return ", ".join(f"{k}={v} at width {job.recipe.width:g}" for k, v in changed.items())
 
 
-def memory_of(job: Job, contestant: Contestant, source: Source) -> dict[str, Any]:
-    """Bytes kept for the backward pass per image, and the predicted peak of a whole step at the recipe's batch."""
-    try:
-        found = memory.measure(
-            network(job.run_recipe(contestant), source),
-            (job.recipe.batch, *source.shape),
-            optimizer="sgd-momentum" if job.recipe.momentum else "sgd",
-            autocast=DTYPES.get(job.recipe.precision),
+def memory_of(job: Job, contestant: Contestant, source: Source, processes: Processes) -> dict[str, Any]:
+    """Bytes saved for backward per image, and the predicted peak of a step, both of the step that is trained.
+
+    That is: the trainer's network on its device, compiled and channels last as the recipe says, its optimizer, and the
+    recipe's batch, at once or in micro-batches. Where the compiled network cannot be predicted, the plain one is, and
+    ``note`` says so.
+    """
+    recipe = job.run_recipe(contestant)
+    trainer = Trainer(recipe, network(recipe, source), processes, steps_per_epoch=1)
+    shape = (recipe.batch, *source.shape)
+    images = torch.empty(shape, device=processes.device, memory_format=trainer.format)  # never written: no memory yet
+
+    def predicted(model: nn.Module) -> dict[str, Any]:
+        analysis = memory.measure(
+            model,
+            images,
+            loss=lambda logits: mean_loss(logits, logits.new_zeros(len(logits), dtype=torch.long)),
+            optimizer=lambda parameters: optimizer(recipe, parameters),
+            autocast=DTYPES.get(recipe.precision),
+            micro_batch=recipe.micro_batch or None,
         )
+        amounts = {"saved_bytes_per_image": analysis.saved_bytes_per_sample, "peak_bytes": analysis.peak_bytes}
+        return {**amounts, "device": analysis.device}
+
+    try:
+        return predicted(trainer.model)
     except MemoryPredictionError as error:
-        return {"why_not": str(error)}
-    return {"saved_bytes_per_image": found.saved_bytes_per_sample, "peak_bytes": found.peak_bytes}
+        why = str(error)
+    if recipe.compile:
+        with contextlib.suppress(MemoryPredictionError):
+            return {**predicted(trainer.bare), "note": f"predicted without torch.compile: {why}"}
+    return {"why_not": why}
 
 
 def times(job: Job, source: Source, processes: Processes) -> dict[str, dict[str, Any]]:

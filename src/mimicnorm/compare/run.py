@@ -21,7 +21,7 @@ from mimicnorm.compare.runs import finished, folder_of, trained
 from mimicnorm.data import Source
 from mimicnorm.errors import CheckpointError, RecipeError
 from mimicnorm.training.checkpoint import write_atomically
-from mimicnorm.training.folder import Result
+from mimicnorm.training.folder import Result, data_identity
 from mimicnorm.training.loop import load
 from mimicnorm.training.processes import Processes, joined
 from mimicnorm.training.progress import tell
@@ -67,6 +67,8 @@ def run(
     if job.recipe.batch > len(sources[0]):
         raise RecipeError(f"batch={job.recipe.batch} is more than the {len(sources[0])} training images: give less")
     before = _earlier(job, Path(out))
+    identity = data_identity(*sources)
+    _require_same_data(identity, before, Path(out))
     named = [f"{c.label} ({about})" if (about := note(job, c)) else c.label for c in job.contestants]
     say(f"{job.recipe.model} on {job.recipe.data}: applying {', '.join(named)}")
     methods = applied(job, sources[0])
@@ -75,8 +77,8 @@ def run(
     if left:
         say(f"left out this time: {', '.join(left)}. Their runs stay in {out} and come back when they are named again")
     with joined(device) as processes:
-        data = _start(job, sources, processes, methods, before)
-        for contestant, seed, result in finished(job, Path(out)):  # a page that was whole stays so meanwhile
+        data = _start(job, sources, identity, processes, methods, before)
+        for contestant, seed, result in finished(job, Path(out), identity):  # a page that was whole stays so meanwhile
             _add(data, contestant, seed, result)
         _write(data, Path(out))  # a folder that cannot be written is known before the work
         say("predicting memory, timing steps")
@@ -128,6 +130,18 @@ def _earlier(job: Job, out: Path) -> dict[str, Any]:
     return before
 
 
+def _require_same_data(identity: dict[str, Any], before: dict[str, Any], out: Path) -> None:
+    """Refuse to set runs beside others on other data; a comparison of an older version has no fingerprints."""
+    was = before.get("data", {}).get("fingerprints", {})
+    changed = [name for name, value in was.items() if identity.get(name) != value]
+    if changed:
+        raise RecipeError(
+            f"{out} holds a comparison on other data: the fingerprint of the {changed[0]} images was "
+            f"{was[changed[0]]}, is {identity.get(changed[0])}. Use another folder with --out, or the data it began "
+            "with"
+        )
+
+
 def _require_same_methods(methods: dict[str, dict[str, Any]], before: dict[str, Any], out: Path) -> None:
     """Refuse to set runs beside others whose method had other settings by default."""
     for entry in before["methods"]:
@@ -143,6 +157,7 @@ def _require_same_methods(methods: dict[str, dict[str, Any]], before: dict[str, 
 def _start(
     job: Job,
     sources: tuple[Source, Source],
+    identity: dict[str, Any],
     processes: Processes,
     methods: dict[str, dict[str, Any]],
     before: dict[str, Any],
@@ -160,6 +175,7 @@ def _start(
             "test": len(test_set),
             "classes": train_set.classes,
             "shape": list(train_set.shape),
+            "fingerprints": {name: identity[name] for name in ("training", "test")},
         },
         "provenance": _provenance(processes),
         "methods": [
@@ -192,10 +208,11 @@ def _provenance(processes: Processes) -> dict[str, Any]:
 
 def _measure(job: Job, data: dict[str, Any], source: Source, processes: Processes, before: dict[str, Any]) -> None:
     for contestant, entry in zip(job.contestants, data["methods"], strict=True):
-        entry["memory"] = memory_of(job, contestant, source)
+        entry["memory"] = memory_of(job, contestant, source, processes)
     first = data["methods"][0]["memory"]
     for entry in data["methods"]:
-        if "why_not" not in entry["memory"] and "why_not" not in first:
+        alike = ("note" in entry["memory"]) == ("note" in first)  # both of the compiled network, or neither
+        if "why_not" not in entry["memory"] and "why_not" not in first and alike:
             for what, ratio in (("saved_bytes_per_image", "saved_ratio"), ("peak_bytes", "peak_ratio")):
                 entry["memory"][ratio] = entry["memory"][what] / first[what]
     timed = {entry["label"]: entry["time"] for entry in before["methods"] if entry["time"]}

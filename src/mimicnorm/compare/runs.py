@@ -34,11 +34,11 @@ def folder_of(contestant: Contestant, seed: int) -> str:
     return f"{contestant.label}-seed{seed}"
 
 
-def finished(job: Job, out: Path) -> Iterator[Finished]:
-    """The runs that ended in an earlier call."""
+def finished(job: Job, out: Path, data: dict[str, Any]) -> Iterator[Finished]:
+    """The runs that ended in an earlier call; one on other data is an error."""
     for contestant, seed in job.runs():
         folder = out / folder_of(contestant, seed)
-        result = RunFolder(folder).begin(job.run_recipe(contestant, seed)) if folder.exists() else None
+        result = RunFolder(folder).begin(job.run_recipe(contestant, seed), data) if folder.exists() else None
         if result is not None:
             yield contestant, seed, result
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from mimicnorm.data.folder import Folder
 from mimicnorm.data.memory import Memory
-from mimicnorm.data.parquet import read
+from mimicnorm.data.parquet import Expected, read
 from mimicnorm.data.requirements import require
-from mimicnorm.data.source import Augment, Source, subset
+from mimicnorm.data.source import Augment, Source, spread, subset
 from mimicnorm.errors import DataError, NameNotFoundError
 
 Split = Literal["train", "test"]
@@ -44,6 +44,8 @@ _KNOWN = {
     "cifar10": _Known(10, (3, 32, 32), *_CIFAR10, 4, True, "uoft-cs/cifar10", "plain_text"),
     "cifar100": _Known(100, (3, 32, 32), *_CIFAR100, 4, True, "uoft-cs/cifar100", "cifar100", ("fine_label", "label")),
 }
+IMAGENET_CLASSES = 1000
+MANY, OFF = 256, 0.02  # images whose mean says what they are, and how far that may be off beside chance
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.parquet$")
 
 
@@ -64,7 +66,8 @@ def load(
 
     Args:
         name: digits (inside scikit-learn), mnist, cifar10, cifar100 (Parquet files, as on the Hugging Face hub),
-            imagenet or ``folder:PATH`` (folders train and val of one folder per class).
+            imagenet (1000 class folders in each of train and val) or ``folder:PATH`` (the same of any classes). Other
+            data under one of these names is an error.
         split: train or test.
         data_dir: where the files are, in a folder of the data set's name or directly; else the environment variable
             MIMICNORM_DATA says, else they come from the hub.
@@ -92,7 +95,13 @@ def load(
         if root is None:
             raise DataError("imagenet is read from a folder: give data_dir (--data-dir) or set MIMICNORM_DATA")
         path = root / "imagenet" if (root / "imagenet").is_dir() else root
-        return Folder.open(path, split, limit=limit, augment=augment)
+        source = Folder.open(path, split, limit=limit, augment=augment)
+        if source.classes != IMAGENET_CLASSES:
+            raise DataError(
+                f"{str(path)!r} does not hold imagenet: it has {source.classes} class folders, and imagenet has "
+                f"{IMAGENET_CLASSES}. Load data of other classes as folder:{path} (--data folder:{path})"
+            )
+        return source
     if name not in _KNOWN:
         raise NameNotFoundError(f"there is no data set {name!r}.", name, names())
     known = _KNOWN[name]
@@ -101,9 +110,26 @@ def load(
     else:
         files = _hub_files(name, split) if root is None else _local_files(name, split, root)
         columns = (("img", "image"), known.labels)
-        images, labels = read(files, columns, classes=known.classes, shape=known.shape, limit=limit)
+        remedy = f"Give the files of {known.repository} (Hugging Face hub), or load other data by its own name"
+        images, labels = read(files, Expected(name, columns, known.classes, known.shape, remedy), limit=limit)
+        _require_usual_mean(name, files[0].parent, images, remedy)
     kind = (name, known.classes, known.shape, "cifar", augment, known.mean, known.std)
     return Memory(*kind, images, labels, known.pad, known.flip)
+
+
+def _require_usual_mean(name: str, folder: Path, images: Tensor, remedy: str) -> None:
+    """Refuse images whose mean is not the data set's: Fashion-MNIST has all else in common with MNIST."""
+    some = images[spread(len(images), 4096)].double().mean((2, 3)) / 255
+    if len(some) < MANY:
+        return
+    usual = torch.tensor(_KNOWN[name].mean, dtype=torch.float64)
+    by_chance = 5 * some.std(0) / len(some) ** 0.5
+    if ((some.mean(0) - usual).abs() > OFF + by_chance).any():
+        means = ", ".join(f"{value:.3f}" for value in some.mean(0).tolist())
+        raise DataError(
+            f"{str(folder)!r} does not hold {name}: the mean of its images is ({means}) by channel, and that of {name} "
+            f"is ({', '.join(f'{value:.3f}' for value in usual.tolist())}). {remedy}"
+        )
 
 
 def _digits(split: Split, limit: int | None) -> tuple[Tensor, Tensor]:

@@ -17,13 +17,14 @@ from torch.utils.data import DataLoader, Dataset
 from mimicnorm.data.counter import uniforms
 from mimicnorm.data.decode import opened
 from mimicnorm.data.requirements import require
-from mimicnorm.data.source import Augment, Source, subset
+from mimicnorm.data.source import Augment, Source, spread, subset
 from mimicnorm.errors import DataError
 
 ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".tif", ".tiff", ".webp"})
 SPLITS = {"train": ("train",), "test": ("val", "validation", "test")}
 TRIES = 10  # at a crop that fits, as is usual
 AREA = {"standard": 0.08, "light": 0.25}  # the smallest crop, as a part of the image
+HASHED_FILES = 256  # that are opened for a fingerprint: a second or two, for ImageNet on a slow disk, too
 
 
 @dataclass
@@ -56,6 +57,15 @@ class Folder(Source):
 
     def __len__(self) -> int:
         return len(self.files)
+
+    def fingerprint(self) -> str:
+        """A hash over all labels and file names (below the class folders) and the bytes of 256 files, evenly spaced."""
+        names = "\0".join(f"{file.parent.name}/{file.name}" for file in self.files)
+        some = (self.files[i] for i in spread(len(self), HASHED_FILES).tolist())
+        try:
+            return self._hash(self.labels, os.fsencode(names), *(file.read_bytes() for file in some))
+        except OSError as error:
+            raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
 
     def batches(
         self, indices: Sequence[Tensor], *, seed: int, epoch: int, augment: bool, device: torch.device | str = "cpu"

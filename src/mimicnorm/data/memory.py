@@ -10,7 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mimicnorm.data.counter import uniforms
-from mimicnorm.data.source import Source
+from mimicnorm.data.source import Source, spread
+
+HASHED_BYTES = 2**28  # all of CIFAR, in a quarter of a second
 
 
 @dataclass
@@ -31,6 +33,13 @@ class Memory(Source):
 
     def __len__(self) -> int:
         return len(self.labels)
+
+    def fingerprint(self) -> str:
+        """A hash over all labels and images; where the images are large, over some of them, evenly spaced."""
+        image_bytes = max(self.images[:1].nbytes, 1)
+        some = spread(len(self), max(HASHED_BYTES // image_bytes, 1))
+        images = self.images if len(some) == len(self) else self.images[some.to(self.images.device)]
+        return self._hash(self.labels.cpu(), images.cpu())
 
     def batches(
         self, indices: Sequence[Tensor], *, seed: int, epoch: int, augment: bool, device: torch.device | str = "cpu"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -51,10 +52,38 @@ class Source(ABC):
         micro-batch size and any resumed run see the same images.
         """
 
+    def fingerprint(self) -> str:
+        """A hash that tells this data from other data of the same size: what a training run is resumed on.
+
+        Here of the images and labels of 64 samples as `batches` gives them; data sets that know their labels and files
+        look at more of them.
+        """
+        few = spread(len(self), 64)
+        images, labels = next(iter(self.batches([few], seed=0, epoch=0, augment=False)))
+        return self._hash(images.cpu().contiguous().view(-1).view(torch.uint8), labels.cpu())
+
+    def _hash(self, *parts: Tensor | bytes) -> str:
+        about = (len(self), self.classes, self.shape, self.mean, self.std)
+        digest = hashlib.blake2b(repr(about).encode(), digest_size=16)
+        for part in parts:
+            digest.update(part.contiguous().numpy() if isinstance(part, Tensor) else part)  # pyrefly: ignore
+        return digest.hexdigest()
+
     def normalise(self, images: Tensor) -> Tensor:
         """Images of bytes as float32 with channels of mean 0 and variance 1."""
         mean, std = (torch.tensor(v, device=images.device).view(-1, 1, 1) for v in (self.mean, self.std))
         return images.float().mul_(1 / (255 * std)).sub_(mean / std)
+
+
+def spread(count: int, most: int) -> Tensor:
+    """At most ``most`` of ``count`` indices, evenly spaced.
+
+    Example:
+        >>> spread(10, 4)
+        tensor([0, 2, 5, 7])
+    """
+    most = min(count, most)
+    return torch.arange(most) * count // max(most, 1)
 
 
 def subset(labels: Tensor, limit: int | None) -> Tensor:
@@ -69,8 +98,8 @@ def subset(labels: Tensor, limit: int | None) -> Tensor:
     """
     if limit is None:
         return torch.arange(len(labels))
-    if limit < 1:
-        raise DataError(f"limit must be at least 1, not {limit}")
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
+        raise DataError(f"limit must be a whole number, at least 1, not {limit!r}")
     order = uniforms(0, 0, torch.arange(len(labels)), 1)[:, 0].argsort()
     order = order[labels[order].argsort(stable=True)]  # by class, at random within each
     counts = labels.bincount()

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from mimicnorm.errors import MemoryPredictionError
 from mimicnorm.memory.tracker import Moment
 from mimicnorm.memory.units import format_bytes
 
@@ -33,6 +34,16 @@ class Analysis:
     timeline: tuple[Moment, ...]
     """What was alive at each operation of the step."""
     saved_by_module: Mapping[str, int]
+    device: str = "cpu"
+    """The type of the device that the prediction is for."""
+    micro_batch: int | None = None
+    """The samples that run at once, where that is not the whole batch: ``saved_bytes`` is theirs."""
+
+    @property
+    def setting(self) -> str:
+        """Batch and device, for a title."""
+        pieces = "" if self.micro_batch is None else f" in micro-batches of {self.micro_batch}"
+        return f"batch {self.batch}{pieces}, on {self.device}"
 
     @property
     def peak(self) -> Moment:
@@ -46,8 +57,8 @@ class Analysis:
 
     @property
     def saved_bytes_per_sample(self) -> float:
-        """Saved bytes over the batch size."""
-        return self.saved_bytes / self.batch
+        """Saved bytes over the samples that run at once."""
+        return self.saved_bytes / (self.micro_batch or self.batch)
 
     def by_module(self, depth: int | None = None) -> dict[str, int]:
         """Split ``saved_bytes`` over the modules that saved them, the largest first.
@@ -56,7 +67,7 @@ class Analysis:
         any of its parts is under ``"(model)"``, the loss under ``"(loss)"``. The sum is ``saved_bytes``.
 
         Args:
-            depth: Keep that many parts of the qualified names and add up what is below.
+            depth: Keep that many parts of the qualified names and add up what is below; at 0 there is one sum.
 
         Example:
             >>> import torch
@@ -65,6 +76,7 @@ class Analysis:
             >>> memory.measure(net, (4, 8)).by_module()["1"]
             128
         """
+        _require_whole("depth", depth)
         sums: dict[str, int] = {}
         for name, count in self.saved_by_module.items():
             shown = ".".join(name.split(".")[:depth]) or ROOT
@@ -75,7 +87,7 @@ class Analysis:
         """Lay the amounts out as a rich table."""
         from rich.table import Table
 
-        table = Table(title=f"Memory of one training step, batch {self.batch}")
+        table = Table(title=f"Memory of one training step, {self.setting}")
         table.add_column("what")
         table.add_column("memory", justify="right")
         table.add_column("at the peak", justify="right")
@@ -90,13 +102,15 @@ class Analysis:
         table.add_row("  per sample", format_bytes(round(self.saved_bytes_per_sample)), "")
         table.add_row("temporary", "", format_bytes(peak.temporary))
         table.add_row(f"peak (in the {peak.phase})", "", format_bytes(peak.total), style="bold")
+        table.caption, table.caption_justify = "\n".join(not_counted(self.device)) or None, "left"
         return table
 
     def module_table(self, depth: int | None = None, rows: int = 30) -> Table:
         """Lay out where the saved bytes are, the largest modules first."""
         from rich.table import Table
 
-        table = Table(title=f"Saved for backward by module, batch {self.batch}")
+        _require_whole("rows", rows)
+        table = Table(title=f"Saved for backward by module, {self.setting}")
         table.add_column("module")
         table.add_column("memory", justify="right")
         table.add_column("share", justify="right")
@@ -111,7 +125,9 @@ class Analysis:
     def as_dict(self) -> dict[str, Any]:
         """Return everything but the timeline in JSON's types."""
         return {
+            "device": self.device,
             "batch": self.batch,
+            "micro_batch": self.micro_batch,
             "saved_bytes": self.saved_bytes,
             "peak_bytes": self.peak_bytes,
             "peak": asdict(self.peak),
@@ -126,6 +142,18 @@ class Analysis:
     def __str__(self) -> str:
         """Render the table as plain text."""
         return as_text(self.table())
+
+
+def not_counted(device: str) -> list[str]:
+    """What a prediction leaves out that a reader may miss, by device."""
+    if device == "cpu":
+        return []
+    return [f"workspaces inside the kernels of {device} (cuDNN's convolutions) are not counted"]
+
+
+def _require_whole(name: str, given: Any) -> None:
+    if given is not None and (not isinstance(given, int) or given < 0):
+        raise MemoryPredictionError(f"{name}={given!r}: give a whole number from 0 on")
 
 
 def as_text(table: Table) -> str:

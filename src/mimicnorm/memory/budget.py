@@ -8,7 +8,8 @@ from torch import nn
 
 from mimicnorm.errors import ExampleError, MemoryPredictionError, MicroBatchError
 from mimicnorm.memory.analysis import Analysis
-from mimicnorm.memory.step import Settings, measure
+from mimicnorm.memory.arguments import Settings
+from mimicnorm.memory.step import measure
 from mimicnorm.memory.units import format_bytes, parse_bytes
 
 
@@ -23,8 +24,9 @@ def largest_batch(model: nn.Module, example: Any, budget: str | int, **settings:
         model: Any module.
         example: As for ``measure``; every input tensor with the batch size of the first one is resized.
         budget: Bytes, or text such as ``"16 GiB"``, as for ``parse_bytes``.
-        **settings: ``loss``, ``optimizer``, ``autocast`` and ``fake`` as for ``measure``. A loss must take outputs of
-            any batch size. With ``fake=False`` every batch that is tried is run, the first that is too large as well.
+        **settings: ``loss``, ``optimizer``, ``autocast``, ``fake`` and ``device`` as for ``measure``. A loss must take
+            outputs of any batch size. With ``fake=False`` every batch that is tried is run, the first that is too large
+            as well.
 
     Raises:
         MemoryPredictionError: Not even the smallest batch the network accepts fits.

@@ -10,10 +10,11 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from mimicnorm.errors import MemoryPredictionError, RefusedError
-from mimicnorm.memory.analysis import Analysis, as_text
+from mimicnorm.memory.analysis import Analysis, as_text, not_counted
+from mimicnorm.memory.arguments import Settings, predicted_device, require_module
 from mimicnorm.memory.budget import largest_batch
 from mimicnorm.memory.replica import first_line, first_samples
-from mimicnorm.memory.step import Settings, measure, require_module
+from mimicnorm.memory.step import measure
 from mimicnorm.memory.units import format_bytes, parse_bytes
 from mimicnorm.methods import METHODS, Method, as_method
 from mimicnorm.methods import settings as fields
@@ -48,7 +49,7 @@ class Comparison:
         """Lay the methods out as rows of a rich table."""
         from rich.table import Table
 
-        table = Table(title=f"Memory of one training step, batch {self._first.batch}")
+        table = Table(title=f"Memory of one training step, {self._first.setting}")
         table.add_column("method")
         for heading in ("saved per sample", "ratio", "peak", "ratio"):
             table.add_column(heading, justify="right")
@@ -65,14 +66,15 @@ class Comparison:
             )
         for name in self.refused:
             table.add_row(name, "refused", *["-"] * (len(table.columns) - 2))
-        if self.refused:
-            table.caption_justify = "left"
-            table.caption = "\n".join(f"{name}: {reason}" for name, reason in self.refused.items())
+        table.caption_justify = "left"
+        reasons = [f"{name}: {reason}" for name, reason in self.refused.items()]
+        table.caption = "\n".join([*not_counted(self._first.device), *reasons]) or None
         return table
 
     def as_dict(self) -> dict[str, Any]:
         """Return every row in JSON's types."""
         return {
+            "device": self._first.device,
             "budget_bytes": self.budget_bytes,
             "methods": {
                 name: {
@@ -112,7 +114,7 @@ def compare(
             but with other settings go by both, as in ``"mimicnorm(last_norm=False)"``. Without them, every method
             that the network can take; the others are in ``refused``, each with its reason.
         budget: With it, also find each method's largest batch.
-        **settings: ``loss``, ``optimizer``, ``autocast`` and ``fake`` as for ``measure``.
+        **settings: ``loss``, ``optimizer``, ``autocast``, ``fake`` and ``device`` as for ``measure``.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(7200, 9))
@@ -121,6 +123,7 @@ def compare(
     """
     budget_bytes = None if budget is None else parse_bytes(budget)
     require_module(model)
+    predicted_device(settings.get("device"), model, settings.get("fake", True))  # an error before the first conversion
     compiled = isinstance(model, OptimizedModule) or model._compiled_call_impl is not None
     plain = model._orig_mod if isinstance(model, OptimizedModule) else model
     small = first_samples(example, 2)  # the surgery reads shapes, it needs no large batch

@@ -72,6 +72,8 @@ class StorageTracker(TorchDispatchMode):
     """
 
     device_type: str
+    workspaces: bool = True
+    """Whether to count the copies inside convolutions of the CPU."""
     phase: str = "setup"
     timeline: list[Moment] = field(default_factory=list)
 
@@ -143,7 +145,7 @@ class StorageTracker(TorchDispatchMode):
             if isinstance(tensor, torch.Tensor):
                 self.add(tensor)
         if not _sums_gradients_in_engine(func):
-            self._record(workspace_bytes(func, args, result))
+            self._record(workspace_bytes(func, args, result) if self.workspaces else 0)
         return result
 
     def _drop(self, key: int) -> None:

@@ -66,6 +66,9 @@ def input_shape(model: Any, *, batch: int, image: int | None, shape: tuple[int, 
     """The shape of an example: all of it if given, else a batch of the images that the model takes."""
     if shape is not None and not shape:
         raise MimicNormError("the shape is empty: give the numbers, batch first, as in --shape 8 3 224 224")
+    if shape is not None and image is not None and tuple(shape[-2:]) != (image, image):
+        given = " ".join(map(str, shape))
+        raise MimicNormError(f"--image {image} and --shape {given} are of different sizes: give one of them")
     return shape or (batch, *image_size(model, image))
 
 

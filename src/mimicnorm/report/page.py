@@ -9,7 +9,7 @@ from typing import Any
 from mimicnorm.memory.units import format_bytes
 from mimicnorm.methods import METHODS
 from mimicnorm.report.plots import Bar, Line, bars, curves
-from mimicnorm.report.summary import columns, rows, title
+from mimicnorm.report.summary import about_memory, columns, rows, title
 from mimicnorm.steps import count
 
 COLOURS = 9
@@ -128,7 +128,8 @@ def _costs(data: dict[str, Any]) -> str:
         f"<figure><h3>Kept for the backward pass, per image</h3>{bars(kept, label='Bytes kept per image', kind='kept')}"
         "<figcaption>What one image in the batch occupies; lower is better.</figcaption></figure>"
         f"<figure><h3>Predicted peak memory, batch {batch}</h3>{bars(peak, label='Predicted peak', kind='peak')}"
-        "<figcaption>Weights, gradients, momentum and activations at the worst moment of a step.</figcaption></figure>"
+        "<figcaption>Weights, gradients, momentum and activations at the worst moment of a step. "
+        f"{escape(about_memory(data))}</figcaption></figure>"
         f"<figure><h3>Time per step / {first}</h3>{bars(times, label='Time per step', kind='time')}"
         f"<figcaption>Median of {rounds or 0} rounds in which all methods took turns; whiskers are its 95 % interval."
         "</figcaption></figure></div>"

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from mimicnorm.memory.analysis import not_counted
 from mimicnorm.memory.units import format_bytes
 from mimicnorm.steps import count
 
@@ -58,7 +59,7 @@ def columns(data: dict[str, Any]) -> list[Column]:
         Column(
             "predicted\npeak",
             f"The most memory in use at any moment of a training step of {data['settings']['batch']} images: weights, "
-            "gradients, momentum and what is kept. Predicted without running it.",
+            f"gradients, momentum and what is kept. Predicted without running it. {about_memory(data)}".rstrip(),
             lambda m: _bytes(m, "peak_bytes", "peak_ratio"),
         ),
         Column(
@@ -95,7 +96,29 @@ def table(data: dict[str, Any]) -> Table:
         made.add_column(column.heading, justify="right" if number else "left", no_wrap=not number)
     for row in rows(data):
         made.add_row(*row)
+    made.caption, made.caption_justify = about_memory(data) or None, "left"
     return made
+
+
+def about_memory(data: dict[str, Any]) -> str:
+    """What the predicted memory is of: device, micro-batches, compiled or not; nothing for older comparisons.
+
+    Example:
+        >>> settings = {"micro_batch": 8, "compile": False}
+        >>> about_memory({"settings": settings, "methods": [{"memory": {"device": "cpu"}}]})
+        'Memory is predicted for cpu, in micro-batches of 8.'
+    """
+    found = [m["memory"] for m in data["methods"] if m["memory"] and "device" in m["memory"]]
+    if not found:
+        return ""
+    device, settings = found[0]["device"], data["settings"]
+    text = f"Memory is predicted for {device}"
+    text += f", in micro-batches of {settings['micro_batch']}" if settings.get("micro_batch") else ""
+    if settings.get("compile") and any("note" not in f for f in found):
+        text += ", as torch.compile partitions the network (an upper bound of the peak: nothing is fused)"
+    sentences = [text, *not_counted(device)]
+    sentences += sorted({f["note"] for f in found if "note" in f})
+    return ". ".join(s[0].upper() + s[1:].rstrip(".") for s in sentences) + "."
 
 
 def title(data: dict[str, Any]) -> str:
@@ -145,7 +168,8 @@ def _bytes(m: dict[str, Any], what: str, ratio: str) -> str:
     found = m["memory"] or {}
     if what not in found:
         return NOTHING
-    return format_bytes(round(found[what])) + (f"\nx{found[ratio]:.2f}" if ratio in found else "")
+    eager = "\n(not compiled)" if "note" in found else ""
+    return format_bytes(round(found[what])) + (f"\nx{found[ratio]:.2f}" if ratio in found else "") + eager
 
 
 def _time(m: dict[str, Any]) -> str:

@@ -10,10 +10,11 @@ import math
 import torch
 from torch import Tensor, nn
 
-from mimicnorm import models
+from mimicnorm import flow, models
 from mimicnorm.data import Source
 from mimicnorm.errors import RecipeError
 from mimicnorm.methods import Method, method
+from mimicnorm.record import record
 from mimicnorm.surgery import convert_
 from mimicnorm.training.recipes import Recipe
 
@@ -21,8 +22,9 @@ from mimicnorm.training.recipes import Recipe
 def network(recipe: Recipe, source: Source) -> nn.Module:
     """Build the recipe's network for a data set and apply its method; the seed decides every weight.
 
-    Linear layers that the method does not set (the classifier) are drawn anew, for all methods alike, with the
-    recipe's variance and bias 0; networks of other packages keep what their makers drew.
+    The classifier, the layer that the data flow shows to make the logits, is drawn anew with the recipe's variance and
+    bias 0, for all methods alike but those that set it themselves. All other layers start as the method sets them, or
+    as N(0, 2 / fan-in), convolutions and linear layers alike. Networks of other packages keep what their makers drew.
     """
     torch.manual_seed(recipe.seed)
     channels, _, pixels = source.shape
@@ -32,14 +34,20 @@ def network(recipe: Recipe, source: Source) -> nn.Module:
     example = _example(source)
     if foreign:
         _require_logits(model, recipe.model, example[:2], source.classes)
+    heads = [] if foreign else flow.logits(record(model, example[:2]))[0]
     report = convert_(model, chosen_method(recipe), example=example, init=recipe.starting)
-    drawn = {step.name for step in report.layers} if report.method.removes_norm else set()
-    for name, layer in model.named_modules():
-        if isinstance(layer, nn.Linear) and name not in drawn and not foreign:
-            nn.init.normal_(layer.weight, 0.0, math.sqrt(recipe.classifier_variance / layer.in_features))
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
+    set_by_method = {step.name for step in report.layers} if report.method.removes_norm else set()
+    for head in heads:
+        if head.module not in set_by_method:
+            _draw_classifier(model.get_submodule(head.module), recipe.classifier_variance)
     return model
+
+
+def _draw_classifier(layer: nn.Module, variance: float) -> None:
+    weight, bias = layer.get_parameter("weight"), layer._parameters.get("bias")
+    nn.init.normal_(weight, 0.0, math.sqrt(variance / weight[0].numel()))
+    if bias is not None:
+        nn.init.zeros_(bias)
 
 
 def chosen_method(recipe: Recipe) -> Method:

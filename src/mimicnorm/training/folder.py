@@ -1,4 +1,4 @@
-"""A run's folder: recipe.json, metrics.jsonl, timing.jsonl, checkpoints/, and at the end weights and result.json."""
+"""A run's folder: recipe.json, data.json, metrics.jsonl, timing.jsonl, checkpoints/; in the end weights and result."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from mimicnorm.data import Source
 from mimicnorm.errors import CheckpointError, RecipeError
 from mimicnorm.training.checkpoint import write_atomically
 from mimicnorm.training.recipes import Recipe
 
-METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
+METRICS, TIMING, DATA = "metrics.jsonl", "timing.jsonl", "data.json"
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,17 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self._open: dict[str, IO[str]] = {}
 
-    def begin(self, recipe: Recipe) -> Result | None:
-        """See that the folder is new or holds a run of this recipe; returns the result if the run is over."""
+    def begin(self, recipe: Recipe, data: dict | None = None) -> Result | None:
+        """See that the folder is new or holds a run of this recipe; returns the result if the run is over.
+
+        With ``data`` (see `data_identity`), a run on other data is refused, too.
+        """
         for partial in (*self.path.glob(".*.partial"), *self.checkpoints.glob(".*.partial")):
             partial.unlink(missing_ok=True)  # a kill while writing
         if (self.path / "recipe.json").exists():
             self.require_same(recipe, self._read("recipe.json"))
+        if data is not None:
+            self.require_data(data)
         if (self.path / "result.json").exists():
             return self._result()
         return None
@@ -69,12 +75,13 @@ class RunFolder:
             path = self.path / "result.json"
             raise CheckpointError(f"{path} holds no result of a run ({error}). Use another folder") from error
 
-    def claim(self, recipe: Recipe) -> None:
-        """Write the recipe down, and make room for checkpoints: a run of it begins, or goes on, here."""
+    def claim(self, recipe: Recipe, data: dict) -> None:
+        """Write down recipe and data, and make room for checkpoints: a run of them begins, or goes on, here."""
         try:
             self.checkpoints.mkdir(exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"cannot make the folder {self.checkpoints}: {error.strerror}") from error
+        self.write(DATA, data)
         self.write("recipe.json", recipe.as_dict())
 
     def require_same(self, recipe: Recipe, earlier: dict) -> None:
@@ -86,6 +93,24 @@ class RunFolder:
             raise RecipeError(
                 f"{self.path} holds a run of another recipe: {changed}. Use another folder, or the recipe it began with"
             )
+
+    def require_same_data(self, data: dict, earlier: dict | list) -> None:
+        """Refuse to go on with a run on other data; a run of an older version knows the sizes of its data alone."""
+        was = {"sizes": earlier} if isinstance(earlier, list) else earlier
+        changed = [key for key in data if key in was and was[key] != data[key]]
+        if not changed:
+            return
+        key = changed[0]
+        what = "[training images, test images, classes]" if key == "sizes" else f"the fingerprint of the {key} images"
+        raise RecipeError(
+            f"{self.path} holds a run on other data: {what} was {was[key]}, is {data[key]}. Use another folder, or the "
+            "data it began with"
+        )
+
+    def require_data(self, data: dict) -> None:
+        """Refuse a folder that was claimed for other data."""
+        if (self.path / DATA).exists():
+            self.require_same_data(data, self._read(DATA))
 
     def append(self, name: str, line: dict) -> None:
         """Add one line to a log."""
@@ -141,6 +166,15 @@ class RunFolder:
             with contextlib.suppress(OSError):  # a full disk said so when the line was written
                 file.close()
         self._open.clear()
+
+
+def data_identity(train_set: Source, test_set: Source) -> dict[str, Any]:
+    """What tells the data of a run from other data: sizes, and fingerprints of images and labels."""
+    return {
+        "sizes": [len(train_set), len(test_set), train_set.classes],
+        "training": train_set.fingerprint(),
+        "test": test_set.fingerprint(),
+    }
 
 
 @contextlib.contextmanager

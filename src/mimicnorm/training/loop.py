@@ -18,7 +18,7 @@ from mimicnorm import data
 from mimicnorm.errors import NonFiniteError, RecipeError
 from mimicnorm.training.build import network
 from mimicnorm.training.evaluate import evaluate
-from mimicnorm.training.folder import Result, opened
+from mimicnorm.training.folder import Result, data_identity, opened
 from mimicnorm.training.processes import joined
 from mimicnorm.training.progress import Progress, TensorBoard
 from mimicnorm.training.recipes import Recipe
@@ -44,7 +44,9 @@ def train(
 ) -> Result:
     """Train a recipe in a folder; the same call again resumes, or returns the finished result.
 
-    Under torchrun every process calls it. The caller's random state is left as it was.
+    To resume on other data is an error. A finished result is returned without reading the data of the recipe again;
+    ``sources`` are compared with what it was trained on. Under torchrun every process calls it. The caller's random
+    state is left as it was.
 
     Args:
         recipe: What to train.
@@ -66,7 +68,8 @@ def train(
         raise RecipeError(f"{checkpoint_steps=} and {checkpoint_seconds=} must not be negative")
     with joined(device) as processes, opened(Path(out), processes.main) as folder:
         with processes.all_or_none():
-            over = folder.begin(recipe) if processes.main else None
+            known = data_identity(*sources) if sources and processes.main else None
+            over = folder.begin(recipe, known) if processes.main else None
         over = processes.from_main(over)
         if over is not None:
             return over
@@ -84,8 +87,9 @@ def train(
             trainer = Trainer(recipe, network(recipe, train_set), processes, steps_per_epoch)
             bar = Progress(recipe, steps_per_epoch, progress and processes.main)
             stack.callback(bar.close)
-            sizes = [len(train_set), len(test_set), train_set.classes]
-            run = Run(trainer, folder, bar, stopping, sizes, checkpoint_steps, checkpoint_seconds)
+            with processes.all_or_none():
+                known = known or (data_identity(train_set, test_set) if processes.main else {})
+            run = Run(trainer, folder, bar, stopping, known, checkpoint_steps, checkpoint_seconds)
             run.resume()
             if tensorboard and processes.main:
                 run.board = TensorBoard(folder.path, run.at.step)

@@ -46,8 +46,8 @@ class Recipe:
     """Multiplies the network's channels. Below 1, min_fan_in (of methods that centre weights, unless in settings) is
     multiplied, too: layers that are centred at full width stay so."""
     classifier_variance: float = 2.0
-    """Linear layers without BatchNorm (the classifier) start as N(0, this / fan-in): 2 in the authors' code, 1/3 in
-    PyTorch's own layers. Behind a last BN that scale only decides how fast they learn. Networks of other packages
+    """The classifier (the layer that makes the logits) starts as N(0, this / fan-in): 2 in the authors' code, 1/3 in
+    PyTorch's own layers. Behind a last BN that scale only decides how fast it learns. Networks of other packages
     keep what their makers drew."""
     limit: int = 0
     """Train on this many images, a fixed subset; 0 is all."""
@@ -94,6 +94,9 @@ class Recipe:
         positive = ("lr", "width", "gamma", "scalar_rate", "classifier_variance")
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
+            if isinstance(value, bool) != (field.type == "bool"):  # "no" would pass as true, True as 1
+                kind = "True or False" if field.type == "bool" else f"a value of type {field.type}"
+                raise RecipeError(f"{name}={value!r}: it must be {kind}")
             if field.type in ("int", "float", "float | None") and value is not None:
                 whole = field.type == "int"
                 if not isinstance(value, int if whole else int | float):

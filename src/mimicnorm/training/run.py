@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mimicnorm.errors import RecipeError
 from mimicnorm.training import checkpoint
 from mimicnorm.training.evaluate import last_norm_variance
 from mimicnorm.training.folder import METRICS, TIMING, Result, RunFolder
@@ -54,7 +53,7 @@ class Run:
     folder: RunFolder
     bar: Progress
     stopping: Stopping
-    data_sizes: list[int]
+    data: dict
     checkpoint_steps: int
     checkpoint_seconds: float
     board: TensorBoard | None = None
@@ -150,7 +149,7 @@ class Run:
                 state = {
                     "at": dataclasses.asdict(self.at),
                     "recipe": self.recipe.as_dict(),
-                    "data": self.data_sizes,
+                    "data": self.data,
                     "scaler": self.trainer.scaler.state_dict(),
                     "logs": self.folder.lengths(),
                 }
@@ -162,16 +161,15 @@ class Run:
         tensors, state = None, {}
         with self.processes.all_or_none():
             if self.processes.main:
+                self.folder.require_data(self.data)
                 tensors, state, damaged = checkpoint.load_latest(self.folder.checkpoints)
                 if state:
                     self.folder.require_same(self.recipe, state["recipe"])
-                    if state["data"] != self.data_sizes:
-                        sizes = f"[training images, test images, classes] was {state['data']}, is {self.data_sizes}"
-                        raise RecipeError(f"{self.folder.path} holds a run on other data: {sizes}")
+                    self.folder.require_same_data(self.data, state["data"])
                 for text in damaged:
                     self.bar.say(f"{text}; going on from step {state['at']['step']} instead", error=True)
                 self.folder.cut(state.get("logs", {}))
-                self.folder.claim(self.recipe)  # not before: a mistake must not claim a folder
+                self.folder.claim(self.recipe, self.data)  # not before: a mistake must not claim a folder
         state = self.processes.from_main(state)
         if state:
             self.trainer.restore(tensors, state["scaler"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ class Trainer:
         last = recipe.channels_last and not (processes.device.type == "cpu" and _would_crash(model))
         self.format = torch.channels_last if last else torch.contiguous_format
         self.bare = model.to(processes.device).to(memory_format=self.format).train()  # pyrefly: ignore
-        self.optimizer = torch.optim.SGD(_groups(recipe, model), lr=recipe.lr, momentum=recipe.momentum)
+        self.optimizer = optimizer(recipe, model.parameters())
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.precision == "fp16")
         wrapped = self.bare
         if processes.size > 1:  # statistics differ only in BatchNorms; evaluation takes the main process's
@@ -76,7 +77,7 @@ class Trainer:
         try:
             size = self.recipe.micro_batch
             loss, logits = microbatch.backward(
-                self.model, _mean_loss, images, labels, micro_batch=size, scaler=scaler, return_outputs=True
+                self.model, mean_loss, images, labels, micro_batch=size, scaler=scaler, return_outputs=True
             )
             return loss / self.processes.size, logits
         except MicroBatchError as error:  # raised in all processes if in one
@@ -136,16 +137,18 @@ def _would_crash(model: nn.Module) -> bool:
     return any(m.kernel_size == (1, 1) and max(m.stride) > 1 and m.in_channels < 16 for m in layers)
 
 
-def _groups(recipe: Recipe, model: nn.Module) -> list[dict]:
-    """Parameters by weight decay and by their rate over the recipe's."""
+def optimizer(recipe: Recipe, parameters: Iterable[Tensor]) -> torch.optim.SGD:
+    """The recipe's SGD; parameters are grouped by weight decay and by their rate over the recipe's."""
     slower = method(recipe.method).scalar_rate if recipe.scalar_rate is None else recipe.scalar_rate
     groups: dict[tuple[float, float], list[Tensor]] = {}
-    for p in model.parameters():
+    for p in parameters:
         if p.requires_grad:
             decay = recipe.weight_decay if p.dim() > 1 or recipe.decay_scalars else 0.0
             groups.setdefault((decay, slower if p.numel() == 1 else 1.0), []).append(p)
-    return [{"params": held, "weight_decay": decay, "rate": rate} for (decay, rate), held in groups.items()]
+    settings = [{"params": same, "weight_decay": decay, "rate": rate} for (decay, rate), same in groups.items()]
+    return torch.optim.SGD(settings, lr=recipe.lr, momentum=recipe.momentum)
 
 
-def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross entropy, a mean over the images."""
     return F.cross_entropy(logits.float(), labels)

@@ -1,0 +1,106 @@
+"""The memory that a comparison predicts is that of the step it trains."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+
+import pytest
+import small
+import torch
+from torch._dynamo.eval_frame import OptimizedModule
+
+from mimicnorm import memory, report
+from mimicnorm.compare.measure import memory_of
+from mimicnorm.compare.run import _measure
+from mimicnorm.errors import MemoryPredictionError
+from mimicnorm.training.build import network
+from mimicnorm.training.loop import load
+from mimicnorm.training.processes import Processes
+
+CPU = Processes(torch.device("cpu"))
+SIZES = {"width": 0.25, "batch": 256, "limit": 256}  # the activations outweigh the weights, as they do in earnest
+
+
+def predicted(method: str = "mimicnorm", processes: Processes = CPU, **changes) -> dict:
+    job = small.job(method, **SIZES, **changes)
+    return memory_of(job, job.contestants[0], load(job.recipe)[0], processes)
+
+
+def by_hand(example: torch.Tensor, method: str = "mimicnorm", **how) -> memory.Analysis:
+    job = small.job(method, **SIZES)
+    net = network(job.run_recipe(job.contestants[0]), load(job.recipe)[0])
+    net = net.to(memory_format=torch.channels_last if example is LAST else torch.contiguous_format)
+
+    def decaying(parameters):
+        return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=5e-4)
+
+    return memory.measure(net, example, optimizer=decaying, **how)
+
+
+IMAGES = torch.zeros(256, 1, 8, 8)
+LAST = torch.empty(IMAGES.shape, memory_format=torch.channels_last)
+
+
+def test_the_memory_format_is_that_of_training():
+    by_format = {last: predicted(channels_last=last) for last in (True, False)}
+    assert by_format[True]["peak_bytes"] == by_hand(LAST).peak_bytes
+    assert by_format[False]["peak_bytes"] == by_hand(IMAGES).peak_bytes
+    assert by_format[True]["peak_bytes"] != by_format[False]["peak_bytes"]
+
+
+@pytest.mark.parametrize("method", ["mimicnorm", "nonorm"])
+def test_micro_batches_are_predicted_as_such(method):
+    whole, parts = (predicted(method, micro_batch=size) for size in (0, 32))
+    assert parts["peak_bytes"] < 0.7 * whole["peak_bytes"]
+    assert parts["peak_bytes"] == by_hand(LAST, method, micro_batch=32).peak_bytes
+    assert parts["saved_bytes_per_image"] == pytest.approx(whole["saved_bytes_per_image"], rel=0.02)
+
+
+def test_the_device_is_that_of_training():
+    elsewhere = predicted(processes=Processes(torch.device("meta")))
+    assert (elsewhere["device"], predicted()["device"]) == ("meta", "cpu")
+    assert elsewhere["peak_bytes"] < predicted()["peak_bytes"]  # no copies inside the CPU's convolutions
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
+def test_a_compiled_network_is_predicted_compiled():
+    eager, compiled = (predicted(compile=compiled) for compiled in (False, True))
+    assert compiled["saved_bytes_per_image"] < eager["saved_bytes_per_image"]
+    assert "note" not in compiled
+
+
+def test_where_the_compiled_network_cannot_be_predicted_the_plain_one_is_and_it_is_said(monkeypatch):
+    measure = memory.measure
+
+    def refusing(model, *args, **how):
+        if isinstance(model, OptimizedModule):
+            raise MemoryPredictionError("no graph")
+        return measure(model, *args, **how)
+
+    monkeypatch.setattr(memory, "measure", refusing)
+    found = predicted(compile=True)
+    assert found == {**predicted(compile=False), "note": "predicted without torch.compile: no graph"}
+    methods = [{"memory": found, "label": "mimicnorm"}]
+    data = {"settings": {"compile": True, "batch": 16}, "methods": methods}
+    assert report.summary.about_memory(data).endswith("for cpu. Predicted without torch.compile: no graph.")
+    assert report.summary._bytes(methods[0], "peak_bytes", "peak_ratio").endswith("\n(not compiled)")
+
+
+def test_compiled_and_plain_predictions_are_not_set_against_each_other(monkeypatch):
+    found = iter(
+        [
+            {"saved_bytes_per_image": 2.0, "peak_bytes": 2, "device": "cpu"},
+            {"saved_bytes_per_image": 1.0, "peak_bytes": 1, "device": "cpu", "note": "predicted without torch.compile"},
+            {"saved_bytes_per_image": 1.0, "peak_bytes": 1, "device": "cpu"},
+        ]
+    )
+    monkeypatch.setattr(sys.modules["mimicnorm.compare.run"], "memory_of", lambda *_: next(found))
+    job = small.job("batchnorm,mimicnorm,nonorm", rounds=0)
+    data = {"methods": [{"label": c.label} for c in job.contestants], "rounds": 0}
+    _measure(dataclasses.replace(job, rounds=0), data, None, CPU, {"methods": []})
+    assert [m["memory"].get("peak_ratio") for m in data["methods"]] == [1.0, None, 0.5]
+
+
+def test_what_cannot_be_trained_has_no_prediction():
+    assert "BatchNorm in training mode" in predicted("batchnorm", micro_batch=4)["why_not"]
