@@ -10,7 +10,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from mimicnorm import flow, models
+from mimicnorm import heads, models
 from mimicnorm.data import Source
 from mimicnorm.errors import RecipeError
 from mimicnorm.methods import Method, method
@@ -34,10 +34,10 @@ def network(recipe: Recipe, source: Source) -> nn.Module:
     example = _example(source)
     if foreign:
         _require_logits(model, recipe.model, example[:2], source.classes)
-    heads = [] if foreign else flow.logits(record(model, example[:2]))[0]
+    classifiers = [] if foreign else heads.find(record(model, example[:2])).heads
     report = convert_(model, chosen_method(recipe), example=example, init=recipe.starting)
     set_by_method = {step.name for step in report.layers} if report.method.removes_norm else set()
-    for head in heads:
+    for head in classifiers:
         if head.module not in set_by_method:
             _draw_classifier(model.get_submodule(head.module), recipe.classifier_variance)
     return model
