@@ -74,13 +74,33 @@ CASES: dict[str, tuple] = {
     "weighted": (Classifier, "weighted", {}),
     "penalty": (Classifier, "penalty", {}),
     "penalty, one pass": (Classifier, "penalty", {"last_norm": False}),
+    "a function": (Classifier, "a function", {}),
+    "a function, loss in pieces": (Classifier, "a function", {}),
+    "a function, one pass": (Classifier, "a function", {"last_norm": False}),
+    "a loss that counts, one pass": (Classifier, "counting", {"last_norm": False}),
     "eval mode": (Classifier, F.cross_entropy, {"frozen": True}),  # one pass, with buffers that DDP sends around
 }
+
+
+class Counting(nn.CrossEntropyLoss):
+    """A mean that changes its state with every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(input, target)
 
 
 def loss_and_denominator(loss: Any, net: nn.Module) -> tuple[Callable, Callable | None]:
     if loss == "penalty":  # over the model's own parameters
         return lambda out, t: F.cross_entropy(out, t) + 0.1 * sum(p.square().sum() for p in net.parameters()), None
+    if loss == "a function":
+        return lambda out, t: F.cross_entropy(out, t), None
+    if loss == "counting":
+        return Counting(), None
     weight = torch.linspace(0.2, 2, 5, dtype=torch.float64)
     if loss == "weighted":
         return nn.CrossEntropyLoss(weight, reduction="sum"), lambda t: weight[t].sum()
@@ -105,7 +125,7 @@ def exact_gradients(rank: int, world: int) -> dict[str, Any]:
             return done
 
         wrapped.register_comm_hook(None, count)
-        settings = {"denominator": denominator, "loss_in_pieces": "in pieces" in name}
+        settings = {"denominator": denominator, "loss_in_pieces": "in pieces" in name or None}
         value = backward(wrapped, loss_fn, x, y, micro_batch=(4, 1, 3)[rank], **settings)
         found[name] = (gradient(net), value, state(net, loss_fn), reductions)
     return found
@@ -160,6 +180,18 @@ def failures(rank: int, world: int) -> dict[str, str]:
         except (MicroBatchError, ValueError) as error:
             found[name] = str(error)
     found["lone"] = ""
+    found["statistics"] = [state(net)]
+    for name, model, loss_fn, targets in no_means(rank, net, bare, y):
+        try:
+            backward(model, loss_fn, x, targets, micro_batch=8)  # a single micro-batch on each rank
+        except MicroBatchError as error:
+            found[name] = str(error)
+    for name, loss_fn in {"nan": lambda out, t: F.cross_entropy(out, t) * (float("nan") if rank else 1)}.items():
+        try:
+            backward(net, loss_fn, x, y, micro_batch=3)
+        except MicroBatchError as error:
+            found[f"{name}, loss"] = str(error)
+    found["statistics"].append(state(net))
     norm = LastNorm(3)
     try:
         norm(torch.zeros(1 - rank, 3))
@@ -167,6 +199,26 @@ def failures(rank: int, world: int) -> dict[str, str]:
         found["lone"] = str(error)
     found["gradients"] = [p.grad is None for p in net.parameters()]
     return found
+
+
+def no_means(rank: int, net: nn.Module, bare: nn.Module, y: Tensor) -> list[tuple]:
+    """Losses that are no mean over the batch of all ranks, on models with and without a last BN."""
+
+    def info_nce(out: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(out @ out.T, torch.arange(len(out)).roll(1))
+
+    def weighted(out: Tensor, targets: tuple) -> Tensor:
+        classes, weights = targets
+        return (F.cross_entropy(out, classes, reduction="none") * weights).sum() / weights.sum()
+
+    constant = torch.full((8,), 1.0 + rank, dtype=torch.float64)  # the same within each rank
+    return [
+        ("contrastive", net, info_nce, y),
+        ("contrastive, one pass", bare, info_nce, y),
+        ("weights of ranks", net, weighted, (y, constant)),
+        ("weights of ranks, one pass", bare, weighted, (y, constant)),
+        ("noise", net, lambda out, t: F.cross_entropy(F.dropout(out), t), y),
+    ]
 
 
 def all_of_two(rank: int, world: int) -> dict[str, Any]:

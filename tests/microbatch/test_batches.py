@@ -167,7 +167,7 @@ def test_together_refuses_what_cannot_be_joined():
     x = torch.zeros(2, 3)
     with pytest.raises(MicroBatchError, match="one value per sample"):
         together(collect([(x, (x, 0.3)), (x, (x, 0.4))]))
-    with pytest.raises(MicroBatchError, match="differ in structure"):
+    with pytest.raises(MicroBatchError, match="the targets must have the same structure"):
         together(collect([(x, x), (x, (x, x))]))
 
 

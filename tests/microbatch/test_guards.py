@@ -13,7 +13,8 @@ from whole_and_parts import AveragedHeads, Classifier, batch, converted, state
 from mimicnorm.errors import CheckError, MicroBatchError
 from mimicnorm.layers import LastNorm
 from mimicnorm.microbatch import LastNormCrossEntropy, backward
-from mimicnorm.microbatch.guards import heads_of, mixes_samples
+from mimicnorm.microbatch.guards import heads_of
+from mimicnorm.microbatch.known_losses import mixes_samples
 
 
 def fails(net: nn.Module, *words: str, loss_fn=F.cross_entropy, error: type = MicroBatchError, x=None, **kw) -> None:
@@ -257,7 +258,7 @@ class WithAux(Classifier):
 def test_outputs_that_cannot_be_returned_whole(aux, words, how):
     net = converted(Classifier(), last_norm=how.get("last_norm", True))
     net.__class__, net.aux = WithAux, aux
-    pieces = {"loss_in_pieces": how.get("loss_in_pieces", False)}
+    pieces = {"loss_in_pieces": how.get("loss_in_pieces")}
 
     def loss_fn(out: tuple, targets: Tensor) -> Tensor:
         return F.cross_entropy(out[0], targets)
@@ -270,7 +271,7 @@ def test_outputs_that_cannot_be_returned_whole(aux, words, how):
 @pytest.mark.parametrize(
     ("aux", "message"),
     [
-        (lambda out: [out] * (len(out) - 1), "returned 2 outputs for micro-batch 2 .* 3 for the first"),
+        (lambda out: [out] * (len(out) - 1), r"output\[2\] is in the first micro-batch, but not in micro-batch 2"),
         (lambda out: [out[:, : len(out)]], r"different shape in some micro-batches \(\(3,\) and \(2,\) per sample"),
         (lambda out: [out if len(out) == 3 else None], "a Tensor in the first micro-batch and a NoneType in"),
     ],
@@ -288,20 +289,30 @@ def disk_full(_out: Tensor) -> Tensor:
     raise OSError("no space left")
 
 
+@pytest.mark.parametrize(("fault", "error"), [(lambda out: out * float("nan"), MicroBatchError), (disk_full, OSError)])
+def test_a_fault_behind_the_first_micro_batch_tells_of_the_gradients_before(fault, error):
+    class Fails(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if len(x) == 3 else fault(x)
+
+    x, y = batch(8)
+    net = converted(Classifier(), last_norm=False)
+    net.__class__ = Fails
+    with pytest.raises(error) as caught:
+        backward(net, F.cross_entropy, x, y, micro_batch=3)
+    told = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
+    assert "The gradients of the micro-batches before it have been added: clear them" in told
+
+
 @pytest.mark.parametrize(
     ("fault", "error"),
     [(torch.square, MicroBatchError), (lambda _: torch.zeros(()), MicroBatchError), (disk_full, OSError)],
 )
-def test_a_fault_behind_the_first_micro_batch_tells_of_the_gradients_before(fault, error):
+def test_a_loss_that_fails_for_some_sizes_is_noticed_before_a_gradient_is_added(fault, error):
     def loss_fn(out: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(out, targets) if len(out) == 3 else fault(out)
 
-    x, y = batch(8)
-    net = converted(Classifier(), last_norm=False)
-    with pytest.raises(error) as caught:
-        backward(net, loss_fn, x, y, micro_batch=3)
-    told = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
-    assert "The gradients of the micro-batches before it have been added: clear them" in told
+    fails(converted(Classifier(), last_norm=False), loss_fn=loss_fn, error=error)
 
 
 def test_data_parallel_is_refused():

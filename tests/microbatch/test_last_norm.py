@@ -105,6 +105,26 @@ def test_gradients_of_the_inputs_alone_do_not_warn():
         step(net)
 
 
+def test_gradients_by_autograd_grad_are_no_accumulation():
+    net = converted(Classifier())
+    x, y = batch(8)
+    step(net)
+    grads = torch.autograd.grad(F.cross_entropy(net(x), y), list(net.parameters()))
+    assert all(torch.equal(g, p.grad) for g, p in zip(grads, net.parameters(), strict=True))
+    with pytest.warns(AccumulationWarning):
+        step(net)
+
+
+def test_the_accumulation_of_real_and_fake_batches_says_that_a_batch_must_not_carry_the_label():
+    net = converted(Classifier())
+    (real, _), fake = batch(8), torch.randn(8, 3, 9, 9, dtype=torch.float64)
+    F.binary_cross_entropy_with_logits(net(real), torch.ones(8, 5, dtype=torch.float64)).backward()
+    with pytest.warns(
+        AccumulationWarning, match=r"must not carry the label: .* in one batch, or convert with last_norm=F"
+    ):
+        F.binary_cross_entropy_with_logits(net(fake), torch.zeros(8, 5, dtype=torch.float64)).backward()
+
+
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("clear", ["before forward", "after forward", "after step"])
 def test_ordinary_training_does_not_warn(set_to_none, clear):

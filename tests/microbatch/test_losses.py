@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from whole_and_parts import Classifier, Pooled, Tempered, batch, converted, full_batch, gradient, relative_error
+from whole_and_parts import Classifier, Pooled, Tempered, batch, converted, full_batch, gradient, relative_error, state
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers import LastNorm
@@ -47,9 +47,13 @@ def test_a_penalty_over_the_model_s_parameters():
 def test_targets_that_require_a_gradient():
     net = converted(Classifier())
     x, soft = batch()[0], torch.randn(32, 5, dtype=torch.float64, requires_grad=True)
-    full_batch(net, F.mse_loss, x, soft)
+
+    def loss_fn(out: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(out, targets.softmax(1))
+
+    full_batch(net, loss_fn, x, soft)
     expected, soft.grad = soft.grad, None
-    backward(net, F.mse_loss, x, soft, micro_batch=5)
+    backward(net, loss_fn, x, soft, micro_batch=5)
     torch.testing.assert_close(soft.grad, expected)
 
 
@@ -88,40 +92,87 @@ def test_complex_outputs():
 WEIGHT = torch.linspace(0.5, 2, 5, dtype=torch.float64)
 
 
+def weighted_inside(out: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(out, targets, WEIGHT)
+
+
+NO_MEANS = [  # a loss, the kind of targets, and what it is refused for where it is computed in parts
+    (nn.CrossEntropyLoss(WEIGHT), "classes", "class weights"),
+    (nn.CrossEntropyLoss(reduction="sum"), "classes", 'reduction="sum"'),
+    (nn.MSELoss(reduction="sum"), "values", 'reduction="sum"'),
+    (functools.partial(F.mse_loss, reduction="sum"), "values", 'reduction="sum"'),
+    (functools.partial(functools.partial(F.l1_loss, reduction="mean"), reduction="sum"), "values", 'reduction="sum"'),
+    (functools.partial(F.mse_loss, size_average=False), "values", 'reduction="sum"'),
+    (functools.partial(F.binary_cross_entropy_with_logits, reduction="sum"), "values", 'reduction="sum"'),
+    (functools.partial(F.kl_div, reduction="sum"), "values", 'reduction="sum"'),
+    (torch.compile(functools.partial(F.mse_loss, reduction="sum"), backend="eager"), "values", 'reduction="sum"'),
+    (functools.partial(nn.CrossEntropyLoss(WEIGHT)), "classes", "class weights"),
+    (nn.CrossEntropyLoss(WEIGHT).forward, "classes", "class weights"),
+    (functools.partial(nn.CrossEntropyLoss(WEIGHT).__call__), "classes", "class weights"),
+    (functools.partial(functools.partial(F.nll_loss), weight=WEIGHT), "classes", "class weights"),
+    (functools.partial(F.cross_entropy, weight=WEIGHT, label_smoothing=0.1), "classes", "class weights"),
+    (functools.partial(F.cross_entropy, ignore_index=2), "classes", r"targets to ignore \(2\)"),
+    (F.cross_entropy, "ignored", r"targets to ignore \(-100\)"),
+    (nn.CrossEntropyLoss(), "ignored", r"targets to ignore \(-100\)"),
+    (weighted_inside, "classes", "the loss is .* from each by itself"),
+    (
+        functools.partial(lambda out, t, reduction: F.mse_loss(out, t, reduction=reduction), reduction="sum"),
+        "values",
+        "",
+    ),
+]
+
+
+def targets_of(kind: str, n: int = 32) -> Tensor:
+    if kind == "values":
+        return torch.softmax(torch.randn(n, 5, dtype=torch.float64), 1)
+    y = batch(n)[1]
+    y[: 3 if kind == "ignored" else 0] = -100
+    return y
+
+
+@pytest.mark.filterwarnings("ignore:.*size_average and reduce args will be deprecated")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks
+@pytest.mark.parametrize(("loss_fn", "kind", "word"), NO_MEANS)
+def test_what_is_no_mean_sees_the_whole_batch(loss_fn, kind, word):
+    x, y = batch()[0], targets_of(kind)
+    for net in (converted(Classifier(), last_norm=False), converted(Classifier()).eval()):
+        whole, loss = full_batch(net, loss_fn, x, y)
+        torch.testing.assert_close(backward(net, loss_fn, x, y, micro_batch=3), loss)
+        assert relative_error(net, whole) <= EXACT
+
+
+@pytest.mark.filterwarnings("ignore:.*size_average and reduce args will be deprecated")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks
+@pytest.mark.filterwarnings("ignore::mimicnorm.microbatch.RegressionLossWarning")
+@pytest.mark.parametrize(("loss_fn", "kind", "word"), NO_MEANS)
+@pytest.mark.parametrize("last_norm", [True, False])
+def test_what_is_no_mean_is_refused_in_pieces(loss_fn, kind, word, last_norm):
+    x, y = batch()[0], targets_of(kind)
+    net = converted(Classifier(), last_norm=last_norm)
+    before = state(net)
+    with pytest.raises(MicroBatchError, match=f"{word}.*denominator="):
+        backward(net, loss_fn, x, y, micro_batch=3, loss_in_pieces=True)
+    assert all(p.grad is None for p in net.parameters())
+    assert torch.equal(state(net), before)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo looks
 @pytest.mark.parametrize(
-    ("loss_fn", "ignored", "word"),
+    "loss_fn",
     [
-        (nn.CrossEntropyLoss(WEIGHT), 0, "class weights"),
-        (nn.ModuleList([nn.NLLLoss(WEIGHT)]), 0, "class weights"),
-        (nn.CrossEntropyLoss(reduction="sum"), 0, 'reduction="sum"'),
-        (nn.MSELoss(reduction="sum"), 0, 'reduction="sum"'),
-        (nn.MSELoss(reduction="none"), 0, 'reduction="none"'),
-        (functools.partial(F.mse_loss, reduction="sum"), 0, 'reduction="sum"'),
-        (functools.partial(functools.partial(F.mse_loss, reduction="mean"), reduction="sum"), 0, 'reduction="sum"'),
-        (functools.partial(F.mse_loss, size_average=False), 0, 'reduction="sum"'),
-        (functools.partial(F.l1_loss, reduction="none"), 0, 'reduction="none"'),
-        (functools.partial(F.binary_cross_entropy_with_logits, reduction="sum"), 0, 'reduction="sum"'),
-        (functools.partial(F.kl_div, reduction="sum"), 0, 'reduction="sum"'),
-        (functools.partial(lambda out, t, reduction: 0, reduction="sum"), 0, 'reduction="sum"'),
-        (torch.compile(functools.partial(F.mse_loss, reduction="sum")), 0, 'reduction="sum"'),
-        (torch.compile(nn.MSELoss(reduction="none")), 0, 'reduction="none"'),
-        (functools.partial(nn.CrossEntropyLoss(WEIGHT)), 0, "class weights"),
-        (nn.CrossEntropyLoss(WEIGHT).forward, 0, "class weights"),
-        (functools.partial(nn.CrossEntropyLoss(WEIGHT).__call__), 0, "class weights"),
-        (functools.partial(functools.partial(F.nll_loss), weight=WEIGHT), 0, "class weights"),
-        (functools.partial(F.cross_entropy, ignore_index=-100), 3, "ignore"),
-        (nn.CrossEntropyLoss(), 3, "ignore"),
-        (F.cross_entropy, 3, "ignore"),
-        (functools.partial(F.cross_entropy, weight=WEIGHT, label_smoothing=0.1), 0, "class weights"),
+        nn.MSELoss(reduction="none"),
+        functools.partial(F.l1_loss, reduction="none"),
+        torch.compile(nn.MSELoss(reduction="none"), backend="eager"),
     ],
 )
-def test_what_is_no_mean_is_refused_in_one_pass(loss_fn, ignored, word):
-    x, y = batch(8)
-    y[:ignored] = -100
-    for net in (converted(Classifier(), last_norm=False), converted(Classifier()).eval()):
-        with pytest.raises(MicroBatchError, match=f"{word}.*denominator="):
-            backward(net, loss_fn, x, y, micro_batch=3)
-        assert all(p.grad is None for p in net.parameters())
+def test_a_loss_that_reduces_nothing(loss_fn):
+    net, x, y = converted(Classifier(), last_norm=False), batch(8)[0], targets_of("values", 8)
+    with pytest.raises(MicroBatchError, match=r"must return one number.*\(8, 5\)"):
+        backward(net, loss_fn, x, y, micro_batch=3)
+    with pytest.raises(MicroBatchError, match=r'reduction="none".*denominator='):
+        backward(net, loss_fn, x, y, micro_batch=3, loss_in_pieces=True)
+    assert all(p.grad is None for p in net.parameters())
 
 
 class OwnMean(nn.MSELoss):
@@ -201,11 +252,15 @@ def test_a_last_norm_inside_a_partial_sees_the_whole_batch(wrap):
 def test_a_last_norm_hidden_in_a_function():
     net, loss_fn = converted(Classifier(), last_norm=False), LastNormCrossEntropy(5).double()
     x, y = batch(8)
+    own = copy.deepcopy(loss_fn)
+    whole, _ = full_batch(net, own, x, y)
     with pytest.raises(MicroBatchError, match="the module itself"):
-        backward(net, lambda out, t: loss_fn(out, t), x, y, micro_batch=3)
+        backward(net, lambda out, t: loss_fn(out, t), x, y, micro_batch=3, loss_in_pieces=True)
     assert all(p.grad is None for p in net.parameters())
     assert loss_fn.last_norm.num_batches_tracked == 0
-    loss_fn(net(x), y).backward()  # outside, it works as before
+    backward(net, lambda out, t: loss_fn(out, t), x, y, micro_batch=3)
+    assert relative_error(net, whole) <= EXACT
+    torch.testing.assert_close(state(loss_fn), state(own))
 
 
 def test_hooks_on_a_last_norm_run_once():

@@ -24,13 +24,15 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers.derive import Derived, derive
+from mimicnorm.layers.regression_loss import losses_under_way, regression_on, warn_of_regression
 
 
 class AccumulationWarning(UserWarning):
     """Gradients of several small batches were added up through a LastNorm: not the gradient of the large one.
 
-    Also given where a network's gradients are added up only to be thrown away, as those of a GAN's discriminator in
-    the generator's step: freeze it there (``requires_grad_(False)``), which saves their computation, too.
+    A discriminator that is given real and fake samples apart needs them in one batch: normalised by itself, each batch
+    looks like the other. The warning is also given where gradients are added up only to be thrown away, as those of a
+    discriminator in the generator's step: freeze it there (``requires_grad_(False)``), which saves computing them, too.
     """
 
 
@@ -107,13 +109,15 @@ class LastNorm(_BatchNorm):
         else:
             if not torch.compiler.is_compiling():
                 _require_whole()
-                self._accumulation.watch(input)
             if world_size() > 1 and not isinstance(input, FakeTensor) and not input.is_meta:
                 normed = _outside_graphs(_over_all_ranks, self, classes_first)
             else:
                 self._require_two(classes_first.numel() // max(classes_first.shape[1], 1), input.shape)
                 normed = self._batch_norm(classes_first, self._count_batch())
-        return normed if classes_first is input else normed.movedim(1, self.dim)
+        output = normed if classes_first is input else normed.movedim(1, self.dim)
+        if self.training and not torch.compiler.is_compiling():
+            self._accumulation.watch(input, output, self.num_features)
+        return output
 
     def _batch_norm(self, x: Tensor, factor: float) -> Tensor:
         mean, var = self.running_mean, self.running_var
@@ -214,7 +218,7 @@ def _over_all_ranks(norm: LastNorm, x: Tensor) -> Tensor:
 
 
 class _Accumulation:
-    """Notices, in the backward pass, that gradients of an earlier batch are still there.
+    """Notices, in the backward pass, that gradients of an earlier batch are still there, and a regression loss.
 
     Looks at one parameter near the logits. A second backward of the same forward is not accumulation, nor are two
     forwards under one backward, nor a backward that leaves the parameter alone (``autograd.grad`` for the inputs).
@@ -223,6 +227,9 @@ class _Accumulation:
     warned_in: int | None = None
     """The backward pass that last gave the warning, of any head: one with two heads is told once."""
 
+    loss_was_seen = False
+    """Whether a backward pass has been looked at for a regression loss."""
+
     def __init__(self) -> None:
         self.active = True
         self.forwards = 0
@@ -230,25 +237,41 @@ class _Accumulation:
         self.last_task: int | None = None
         self.expected: int | None = None
 
-    def watch(self, logits: Tensor) -> None:
+    def watch(self, logits: Tensor, output: Tensor, outputs: int) -> None:
         """Let the backward pass through these logits report."""
-        if not self.active or not logits.requires_grad:
+        if (not self.active and self.loss_was_seen) or not logits.requires_grad:
             return
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return
         node = _parameter_near(logits)
-        if node is None:
+        if node is None and self.loss_was_seen:
             return
         self.forwards += 1
         this = self.forwards
+        # Its number, not the node: a hook that held it would keep the graph alive for ever.
+        number = output.grad_fn._sequence_nr()  # pyrefly: ignore
 
         def passed(_grad: Tensor) -> None:
-            self._passed(this, node)
+            self._look_at_loss(number, outputs)
+            if node is not None:
+                self._passed(this, node)
 
         logits.register_hook(passed)
 
+    def _look_at_loss(self, number: int, outputs: int) -> None:
+        """Warn of a regression loss, looking at the first backward pass only."""
+        if self.loss_was_seen:
+            return
+        self.loss_was_seen = True
+        for loss in losses_under_way():
+            if kind := regression_on(loss, lambda node: node._sequence_nr() == number):
+                warn_of_regression(kind, f"LastNorm of {outputs} outputs")
+
     def _passed(self, this: int, node: Any) -> None:
-        if not torch._C._will_engine_execute_node(node):
+        try:
+            if not torch._C._will_engine_execute_node(node):
+                return
+        except RuntimeError:  # autograd.grad for this parameter, which leaves its .grad alone
             return
         task = torch._C._current_graph_task_id()
         earlier = self.last_forward is not None and self.last_forward != this and self.last_task != task
@@ -268,7 +291,9 @@ class _Accumulation:
             warnings.warn(
                 "gradients are being accumulated over several batches through a LastNorm: each batch was "
                 "normalised by itself, so the sum is not the gradient of the large batch. Use "
-                "mimicnorm.microbatch.backward(model, loss_fn, inputs, targets, micro_batch=...), which is exact.",
+                "mimicnorm.microbatch.backward(model, loss_fn, inputs, targets, micro_batch=...), which is exact. A "
+                "batch must not carry the label: give the real and the fake samples of a discriminator in one batch, "
+                "or convert with last_norm=False.",
                 AccumulationWarning,
                 stacklevel=2,
             )

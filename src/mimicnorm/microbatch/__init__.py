@@ -9,7 +9,8 @@ then each micro-batch runs once more, with a graph, and takes its share of that 
 """
 
 from mimicnorm.layers.last_norm import AccumulationWarning
+from mimicnorm.layers.regression_loss import RegressionLossWarning
 from mimicnorm.microbatch.exact import backward
 from mimicnorm.microbatch.loss import LastNormCrossEntropy
 
-__all__ = ["AccumulationWarning", "LastNormCrossEntropy", "backward"]
+__all__ = ["AccumulationWarning", "LastNormCrossEntropy", "RegressionLossWarning", "backward"]

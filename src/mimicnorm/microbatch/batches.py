@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mimicnorm.errors import MicroBatchError
+from mimicnorm.microbatch.trees import Tree
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class MicroBatch:
 
     def versions(self) -> list[int]:
         """How often each input tensor has been written."""
-        return [_version(t) for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
+        return [version(t) for t in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
 
     def __str__(self) -> str:
         return f"micro-batch {self.index} (samples {self.first} to {self.first + self.size - 1})"
@@ -102,7 +103,7 @@ def collect(loader: Iterable) -> list[MicroBatch]:
         size = _size((args, kwargs), f"inputs of micro-batch {len(pieces)}")
         pieces.append(MicroBatch(len(pieces), first, size, args, kwargs, item[1]))
         first += size
-        kept += [(len(pieces), t, _version(t)) for t in pytree.tree_leaves(tuple(item)) if _counts(t, Tensor)]
+        kept += [(len(pieces), t, version(t)) for t in pytree.tree_leaves(tuple(item)) if _counts(t, Tensor)]
     _refuse_reuse(kept, isinstance(loader, Sequence))
     if not pieces:
         raise MicroBatchError("the loader yielded no micro-batch: a generator that was used before is empty")
@@ -112,9 +113,9 @@ def collect(loader: Iterable) -> list[MicroBatch]:
 def _refuse_reuse(kept: list[tuple[int, Tensor, int]], at_once: bool) -> None:
     """Raise if a loader wrote into what it had yielded; the items of a list are all there at once."""
     owners: dict[int, int] = {}
-    for number, t, version in kept:
+    for number, t, written in kept:
         shared = not at_once and t.numel() > 0 and owners.setdefault(t.data_ptr(), number) != number
-        if shared or _version(t) != version:
+        if shared or version(t) != written:
             raise MicroBatchError(
                 "the loader uses the memory of one micro-batch again for another: they are kept as they come, so "
                 "yield copies (.clone())"
@@ -126,23 +127,66 @@ def together(pieces: list[MicroBatch]) -> Any:
     lists = [_list_of_samples(p.targets, p.size) for p in pieces]
     if all(found is not None for found in lists):  # else it is as long as some micro-batch by chance
         _refuse_list(lists[0], _LOOKED_UP.format("the number of samples"))
-    flat, specs = zip(*(pytree.tree_flatten(p.targets) for p in pieces), strict=True)
-    if any(s != specs[0] for s in specs):
-        raise MicroBatchError("the micro-batches' targets differ in structure; yield the same from each")
-    return pytree.tree_unflatten([_joined_target(leaves) for leaves in zip(*flat, strict=True)], specs[0])
+    return side_by_side([p.targets for p in pieces], [p.size for p in pieces])
 
 
-def _joined_target(leaves: tuple) -> Any:
-    if isinstance(leaves[0], Tensor) and leaves[0].dim():
-        return torch.cat(leaves)
-    if _counts(leaves[0]):
-        return np.concatenate(leaves)
-    if any(bool(x != leaves[0]) for x in leaves):
+def side_by_side(parts: list[Any], sizes: list[int]) -> Any:
+    """What several micro-batches have, targets or outputs, in one structure; raises where it is not clear how.
+
+    Tensors and arrays that count the samples are joined, and so are lists of one item per sample; whatever belongs to
+    all samples has to be the same in all.
+    """
+    both = list(zip(parts, sizes, strict=True))
+    if all(_one_each(x, n) for x, n in both):
+        return [item for x in parts for item in x]
+    if not all(pytree.tree_is_leaf(x) for x in parts):
+        tree = Tree(parts[0], "the first micro-batch", "the targets", one_level=not pytree.tree_is_leaf(parts[0]))
+        columns = zip(*(tree.leaves(x, "another") for x in parts), strict=True)
+        return tree.structure([side_by_side(list(column), sizes) for column in columns])
+    for kind, joined in ((Tensor, torch.cat), (np.ndarray, np.concatenate)):
+        if all(_counts(x, kind) and len(x) == n for x, n in both):
+            if len(shapes := {tuple(x.shape[1:]) for x in parts}) > 1:
+                listed = ", ".join(map(str, sorted(shapes)))
+                raise MicroBatchError(
+                    f"the targets have different shapes in some micro-batches ({listed} per sample), so they cannot be "
+                    "put together: give all samples the same size"
+                )
+            return joined(parts)
+    if not all(_same(x, parts[0]) for x in parts):
         raise MicroBatchError(
-            f"a target that belongs to a whole micro-batch differs between them ({leaves[0]!r}, ...); give one value "
+            f"a target that belongs to a whole micro-batch differs between them ({parts[0]!r}, ...); give one value "
             "per sample as a tensor instead"
         )
-    return leaves[0]
+    return parts[0]
+
+
+def resampled(structure: Any, size: int, wanted: int) -> Any:
+    """Outputs as other samples might have them: mixtures of two samples each.
+
+    A mixture stays where its samples are, as long as that is a convex set: probabilities, boxes, what is positive.
+
+    Args:
+        structure: Outputs.
+        size: The number of samples in them.
+        wanted: The number of samples to make.
+    """
+    generator = torch.Generator().manual_seed(wanted)
+    one = torch.randint(size, (wanted,), generator=generator)
+    other = (one + torch.randint(1, max(size, 2), (wanted,), generator=generator)) % size
+    share = 0.1 + 0.8 * torch.rand(wanted, generator=generator)
+
+    def rows(x: Any) -> Any:
+        if _one_each(x, size):
+            return [x[int(j)] for j in one]
+        if not _counts(x, Tensor) or len(x) != size:
+            return x
+        a, b = (x.detach()[picked.to(x.device)] for picked in (one, other))
+        if not (x.is_floating_point() or x.is_complex()):
+            return a
+        of_a = share.to(x.device, x.dtype).reshape(-1, *[1] * (x.dim() - 1))
+        return (of_a * a + (1 - of_a) * b).requires_grad_()
+
+    return pytree.tree_map(rows, structure, is_leaf=lambda x: _one_each(x, size))
 
 
 def join(name: str, parts: list[Tensor], pieces: list[MicroBatch]) -> Tensor:
@@ -158,6 +202,11 @@ def require_joinable(name: str, part: Any, piece: MicroBatch, first: Any) -> Non
         kinds = f"{type(first).__name__} in the first micro-batch and a {type(part).__name__} in {piece}"
         raise MicroBatchError(f"{name} is a {kinds}: return the same from each")
     if not isinstance(part, Tensor):
+        if isinstance(first, (Number, str, bytes, np.ndarray)) and not _same(part, first):
+            raise MicroBatchError(
+                f"{name} is {first!r} in the first micro-batch and {part!r} in {piece}: the whole batch has only one. "
+                "Return it as a tensor of one value per sample, or leave it out of the model's output"
+            )
         return
     if part.dim() == 0 or part.shape[0] != piece.size:
         raise MicroBatchError(
@@ -193,7 +242,15 @@ def _counts(x: Any, kind: Any = (Tensor, np.ndarray)) -> bool:
     return isinstance(x, kind) and x.ndim > 0
 
 
-def _version(t: Tensor) -> int:
+def _same(x: Any, y: Any) -> bool:
+    if isinstance(x, Tensor) and isinstance(y, Tensor):
+        return x is y or (x.shape == y.shape and bool((x == y).all()))
+    arrays = isinstance(x, np.ndarray) or isinstance(y, np.ndarray)
+    return x is y or (np.array_equal(x, y) if arrays else bool(x == y))
+
+
+def version(t: Tensor) -> int:
+    """How often a tensor has been written; inference tensors do not say."""
     return 0 if t.is_inference() else t._version
 
 
@@ -214,14 +271,15 @@ def _list_of_samples(structure: Any, size: int) -> list | tuple | None:
 
     What is taken are lists of tensors that count the samples, with numbers between them, and of nothing but None.
     """
+    leaves = pytree.tree_leaves(structure, is_leaf=lambda x: size > 1 and _one_each(x, size))
+    return next((x for x in leaves if size > 1 and _one_each(x, size)), None)
 
-    def one_each(x: Any) -> bool:
-        if not isinstance(x, (list, tuple)) or len(x) != size or size < 2 or all(i is None for i in x):
-            return False
-        counts = [len(t) == size for t in samples_in(x)]
-        return not counts or not all(counts) or all(isinstance(i, dict) for i in x)
 
-    return next((x for x in pytree.tree_leaves(structure, is_leaf=one_each) if one_each(x)), None)
+def _one_each(x: Any, size: int) -> bool:
+    if not isinstance(x, (list, tuple)) or len(x) != size or all(i is None for i in x):
+        return False
+    counts = [len(t) == size for t in samples_in(x)]
+    return not counts or not all(counts) or all(isinstance(i, dict) for i in x)
 
 
 def _refuse_list(x: Any, remedy: str) -> None:

@@ -6,6 +6,8 @@
    ``loss_in_pieces`` the loss sees one micro-batch at a time, here and once more in the last pass.
 3. Every micro-batch runs again, with a graph and the same random numbers, and takes its part of dL/dlogits.
 
+Without a LastNorm one pass is enough if the loss is a mean over samples, which ``route.py`` finds out.
+
 Nothing is approximated: the gradient is that of the whole batch up to rounding.
 """
 
@@ -14,33 +16,25 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from numbers import Real
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers.last_norm import advising, refused, world_size
 from mimicnorm.microbatch import ranks
 from mimicnorm.microbatch.batches import MicroBatch, collect, split, to_device, together
-from mimicnorm.microbatch.guards import (
-    BufferGuard,
-    heads_of,
-    mixes_samples,
-    require_finite,
-    require_inputs_unchanged,
-    require_mean,
-)
-from mimicnorm.microbatch.heads import Call, Capture, Feed, Replay, WholeBatch, is_inexact, require_same, standing_in
+from mimicnorm.microbatch.first_pass import First, first_pass, outputs_of, whole_heads
+from mimicnorm.microbatch.guards import BufferGuard, heads_of, require_finite
+from mimicnorm.microbatch.heads import Call, Replay, WholeBatch, is_inexact, require_same, standing_in
+from mimicnorm.microbatch.journal import Journal, modules_in, put_back_on_error
+from mimicnorm.microbatch.regression import warn_in_pieces, warn_of_whole
 from mimicnorm.microbatch.replay import RandomState, full_precision, input_device
-from mimicnorm.microbatch.run import Loss, Run, frozen
+from mimicnorm.microbatch.route import Route
+from mimicnorm.microbatch.run import Denominator, Loss, Run, value_of
 
 _ONE_VALUE = "This is all that backward was given: let the batch have two samples or more"
-Denominator = float | Tensor | Callable[[Any], float | Tensor]
 
 
 def backward(
@@ -52,7 +46,7 @@ def backward(
     micro_batch: int | None = None,
     scaler: Any = None,
     denominator: Denominator | None = None,
-    loss_in_pieces: bool = False,
+    loss_in_pieces: bool | None = None,
     return_outputs: bool = False,
 ) -> Any:
     """Add the gradient of a whole batch to ``.grad``, with the memory of one micro-batch.
@@ -64,12 +58,13 @@ def backward(
 
     Args:
         model: A converted network, or any without batch statistics; wrapped in DDP and compiled if you like.
-        loss_fn: A function of the model's output and the targets that returns one number. With a LastNorm on one
-            device it sees the whole batch and may be anything. In one pass (no LastNorm in training mode) it sees
-            each micro-batch, over several ranks each share: there it must be a mean over samples, or a sum with a
-            ``denominator``. What is known not to be either is refused (class weights, ignored targets,
-            ``reduction="sum"``); of your own functions nothing is known, and a loss that compares samples with each
-            other (contrastive, batch statistics) would be silently wrong.
+        loss_fn: A function of the model's output and the targets that returns one number. On one device it may be
+            anything: what is not a mean over samples (or a sum, with a ``denominator``) sees the whole batch. Over
+            several ranks it sees each share, and what is not a mean (or a sum) is refused. Torch's own losses are
+            known. Any other is compared with itself where it would be computed in parts, two micro-batches together
+            and apart, in every batch; so it is called more often than there are micro-batches. Random generators
+            and the state of modules are put back after that, but not what a function does beside (counting correct
+            answers in a closure): ``loss_in_pieces=False`` has it called once, with the whole batch.
         inputs: A tensor, a tuple of call arguments or a dict of keyword arguments; without ``micro_batch``, anything
             that yields micro-batches as (inputs, targets). May stay in host memory: each micro-batch is copied to
             the model's device when it runs.
@@ -79,9 +74,11 @@ def backward(
         scaler: A ``torch.amp.GradScaler``; the gradients come out scaled.
         denominator: ``loss_fn`` returns a sum, to be divided by this: a number, or a function of the targets (class
             weights: ``lambda t: weight[t].sum()``). Over several ranks, the parts of all are added.
-        loss_in_pieces: Let ``loss_fn`` see one micro-batch at a time, which it then has to be fit for as over several
-            ranks. For outputs that are large beside the activations (dense prediction): neither they nor the loss's
-            own graph are ever held for the whole batch.
+        loss_in_pieces: True lets ``loss_fn`` see one micro-batch at a time; what is not a mean (or a sum) is refused
+            then, and where that cannot be told (noise for each sample), your word counts. For outputs that are large
+            beside the activations (dense prediction): neither they nor the loss's own graph are ever held for the
+            whole batch. False lets it see the whole batch in two passes, whatever it is. By default, it sees one
+            micro-batch at a time where one pass is enough and exact, else the whole batch.
         return_outputs: Return the model's output for the whole batch, too.
 
     Returns:
@@ -101,56 +98,78 @@ def backward(
         raise MicroBatchError(
             f"model, loss_fn and scaler must be a module, a function and a torch.amp.GradScaler or None; got {kinds}"
         )
-    inner = ranks.bare(model)
-    device = input_device(inner)
-    fault: Exception | None = None
-    share, run, first = 0.0, None, None
-    try:
-        # An error on one rank must not leave the others waiting for it: it is raised after all have met.
-        if micro_batch is None and targets is not None:
-            raise MicroBatchError("targets beside a loader: without micro_batch=, inputs must yield (inputs, targets)")
-        pieces = collect(inputs) if micro_batch is None else split(inputs, targets, micro_batch)
-        run = Run(model, inner, heads_of(inner), pieces, device)
-        mixing_loss = mixes_samples(loss_fn)
-        if loss_in_pieces and mixing_loss:
-            raise MicroBatchError("loss_in_pieces=True: this loss normalises over the batch, so it must see it whole")
-        two_passes = bool(run.heads) or mixing_loss
-        if denominator is None and (world_size() > 1 or not two_passes or loss_in_pieces):
-            require_mean(loss_fn, [p.targets for p in pieces] if micro_batch is None else targets)
-        if micro_batch is None and (callable(denominator) or (two_passes and not loss_in_pieces)):
-            targets = together(pieces)  # where nobody looks at them all at once, they need not fit together
-        targets = to_device(targets, device)
-        if two_passes:
-            first = _first_pass(run, joins=return_outputs or not loss_in_pieces)
-        share = run.samples if denominator is None else _value(denominator, targets)
-    except Exception as error:
-        fault = error
-    total = ranks.agree(share, fault, device)
-    assert run is not None
-    if not 0 < total < math.inf:
-        raise MicroBatchError(f"denominator={total}: the sum of the losses must be divided by a positive finite number")
-    loss = Loss(loss_fn, targets, scaler, world_size() / total, denominator is None)
-    if first is None:
-        value, outputs = _one_pass(run, loss, return_outputs)
-    elif loss_in_pieces:
-        value, outputs = _two_passes_in_pieces(run, loss, first, return_outputs)
-    else:
-        value, outputs = _two_passes(run, loss, first)
-    value = ranks.mean_over_ranks(value)
+    device = input_device(ranks.bare(model))
+    as_sum = denominator is not None
+    with put_back_on_error() as journal:
+        # An error on one rank must not leave the others waiting for it: it is raised where all meet.
+        (run, route), unknown = ranks.meet(
+            lambda: _prepared(model, loss_fn, inputs, targets, micro_batch, as_sum, loss_in_pieces, journal),
+            lambda prepared: float(prepared[1].unknown),
+            device,
+        )
+        if unknown:
+            at_first = (run.pieces[0].targets, run.pieces[0].size)
+            foreign = ranks.from_first(at_first) if world_size() > 1 else None
+            _, stateful = ranks.meet(lambda: route.settle(foreign), lambda _: float(route.stateful), device)
+            if stateful:
+                route.see_whole("each call of it changes its state")
+        run.joins = return_outputs or not route.in_pieces
+        (first, targets, _), total = ranks.meet(
+            lambda: _started(run, route, targets, micro_batch is None, denominator), lambda started: started[2], device
+        )
+        if not 0 < total < math.inf:
+            raise MicroBatchError(
+                f"denominator={total}: the sum of the losses must be divided by a positive finite number"
+            )
+        loss = Loss(loss_fn, targets, scaler, world_size() / total, not as_sum, route.why_whole)
+        if first is None:
+            value, outputs = _one_pass(run, loss, route, return_outputs)
+        elif route.in_pieces:
+            value, outputs = _two_passes_in_pieces(run, loss, route, first, return_outputs)
+        else:
+            value, outputs = _two_passes(run, loss, route, first)
+        value = ranks.mean_over_ranks(value)
     return (value, outputs) if return_outputs else value
 
 
-def _value(denominator: Denominator, targets: Any) -> float:
-    value = denominator(targets) if callable(denominator) else denominator
-    number = value.item() if isinstance(value, (Tensor, np.ndarray)) and math.prod(value.shape) == 1 else value
-    if not isinstance(number, Real) or isinstance(number, bool):
-        raise MicroBatchError(
-            f"denominator: give a number, or a function of the targets that returns one; got {value!r}"
-        )
-    return float(number)
+def _prepared(
+    model: nn.Module,
+    loss_fn: Callable,
+    inputs: Any,
+    targets: Any,
+    micro_batch: int | None,
+    as_sum: bool,
+    loss_in_pieces: bool | None,
+    journal: Journal,
+) -> tuple[Run, Route]:
+    if micro_batch is None and targets is not None:
+        raise MicroBatchError("targets beside a loader: without micro_batch=, inputs must yield (inputs, targets)")
+    pieces = collect(inputs) if micro_batch is None else split(inputs, targets, micro_batch)
+    inner = ranks.bare(model)
+    run = Run(model, inner, heads_of(inner), pieces, input_device(inner))
+    for norm in run.heads.values():
+        journal.note_buffers(norm)
+    journal.note(modules_in(loss_fn), inner)
+    return run, Route(run, loss_fn, [p.targets for p in pieces], as_sum, loss_in_pieces)
 
 
-def _one_pass(run: Run, loss: Loss, return_outputs: bool) -> tuple[Tensor, Any]:
+def _started(
+    run: Run, route: Route, targets: Any, is_loader: bool, denominator: Denominator | None
+) -> tuple[First | None, Any, float]:
+    """What the first pass leaves, the targets of the whole batch, and what the sum of the losses is divided by."""
+    try:
+        if is_loader and (callable(denominator) or not route.in_pieces):
+            targets = together(run.pieces)  # where nobody looks at them all at once, they need not fit together
+        targets = to_device(targets, run.device)
+        first = first_pass(run) if route.two_passes else None
+    except Exception as error:
+        if route.why_whole:
+            error.add_note(f"loss_fn must see the whole batch: {route.why_whole}")
+        raise
+    return first, targets, run.samples if denominator is None else value_of(denominator, targets)
+
+
+def _one_pass(run: Run, loss: Loss, route: Route, return_outputs: bool) -> tuple[Tensor, Any]:
     """Nothing mixes samples: each micro-batch's own graph is all there is."""
     values, parts = [], []
     guard = BufferGuard(run.inner)
@@ -163,100 +182,54 @@ def _one_pass(run: Run, loss: Loss, return_outputs: bool) -> tuple[Tensor, Any]:
         if return_outputs:  # a copy: the loss may write into its arguments
             run.require_joinable(leaves, piece, parts[0] if parts else leaves)
             parts.append([t.detach().clone() if isinstance(t, Tensor) else t for t in leaves])
-        outputs, targets = pytree.tree_unflatten(leaves, run.spec), to_device(piece.targets, run.device)
+        outputs, targets = run.structure(leaves, piece), to_device(piece.targets, run.device)
+        route.check(outputs, piece)
         with refused("this LastNorm is inside loss_fn, where it would see one micro-batch at a time"):
             scaled, value = loss(outputs, targets, piece.size, str(piece))
         values.append(value)
         return scaled
 
+    def before(piece: MicroBatch) -> str:
+        return "The gradients of the micro-batches before it have been added: clear them" if piece.index else ""
+
     *earlier, last = run.pieces
     # The last backward waits for all ranks, so all must have come that far.
     with ranks.all_or_none(run.device, "Gradients of single micro-batches may have been added here: clear them"):
         for piece in earlier:
-            with ranks.unsynchronised(run.model), _telling_what_was_added(piece):
+            with ranks.unsynchronised(run.model), _telling(before(piece)):
                 scaled = forward(piece)
                 with full_precision(run.device):
                     scaled.backward()
-        with _telling_what_was_added(last):
+        with _telling(before(last)):
             scaled = forward(last)
     with full_precision(run.device):
         scaled.backward()
-    outputs = pytree.tree_unflatten(run.joined(parts), run.spec) if return_outputs else None
+    outputs = run.structure(run.joined(parts)) if return_outputs else None
     return torch.stack(values).sum(), outputs
 
 
 @contextlib.contextmanager
-def _telling_what_was_added(piece: MicroBatch) -> Iterator[None]:
-    """Let an error in one pass say that the micro-batches before have left their gradients."""
+def _telling(consequence: str) -> Iterator[None]:
+    """Let an error say what has become of the gradients."""
     try:
         yield
     except Exception as error:
-        added = "The gradients of the micro-batches before it have been added: clear them"
-        if not piece.index:
-            raise
-        if isinstance(error, MicroBatchError):
-            raise type(error)(f"{error}. {added}") from error.__cause__
-        error.add_note(f"This was in {piece}. {added}")
+        if isinstance(error, MicroBatchError) and consequence:
+            raise type(error)(f"{error}. {consequence}") from error.__cause__
+        if consequence:
+            error.add_note(consequence)
         raise
 
 
-@dataclass
-class _First:
-    """What the first pass leaves: raw logits, and whether the outputs are nothing but normalised logits."""
-
-    logits: list[dict[Call, Tensor]] = field(default_factory=list)
-    sources: list[dict[int, Call | None]] = field(default_factory=list)
-    outputs: list[list[Any]] = field(default_factory=list)
-
-
-def _first_pass(run: Run, joins: bool) -> _First:
-    first, shapes = _First(), None
-    guard = BufferGuard(run.inner)
-    with torch.no_grad():
-        for piece in run.pieces:
-            run.starts.append(run.random_state())
-            capture, versions = Capture(), piece.versions()
-            with standing_in(run.heads, capture):
-                leaves = run.call(run.inner, piece)
-            guard.require_unchanged(piece)
-            require_inputs_unchanged(piece, versions)
-            if joins:
-                shapes = shapes or [t.to("meta") if isinstance(t, Tensor) else t for t in leaves]
-                run.require_joinable(leaves, piece, shapes)
-            if run.heads:
-                first.logits.append(capture.logits)
-                first.sources.append({j: capture.source(t) for j, t in enumerate(leaves) if isinstance(t, Tensor)})
-            first.outputs.append([None if isinstance(t, Tensor) and run.heads else t for t in leaves])
-    torch.clear_autocast_cache()  # weights that were cast without a graph must not serve the pass with one
-    calls = first.logits[0].keys() if run.heads else ()
-    for piece, logits in zip(run.pieces, first.logits, strict=False):
-        if logits.keys() != calls:
-            names = sorted({name for name, _ in logits.keys() ^ calls})
-            raise MicroBatchError(
-                f"{', '.join(names)}: called a different number of times in {piece} than in the first micro-batch, "
-                "so the whole batch's logits cannot be put together. Let every sample take the same way"
-            )
-    for i, piece in enumerate(run.pieces):
-        found = {n: [t] for (n, _), t in first.logits[i].items()} if run.heads else {"": first.outputs[i]}
-        require_finite(found, piece, "; no gradient was added")
-    return first
-
-
-def _whole_heads(run: Run, first: _First) -> dict[Call, WholeBatch]:
-    """Normalise the logits of the whole batch; those of the micro-batches are not needed any more."""
-    calls = list(first.logits[0]) if run.heads else []
-    heads = {c: WholeBatch(run.heads[c[0]], [logits[c] for logits in first.logits]) for c in calls}
-    first.logits.clear()
-    return heads
-
-
 @advising(_ONE_VALUE)
-def _two_passes(run: Run, loss: Loss, first: _First) -> tuple[Tensor, Any]:
+def _two_passes(run: Run, loss: Loss, route: Route, first: First) -> tuple[Tensor, Any]:
     with ranks.all_or_none(run.device):
-        heads = _whole_heads(run, first)
-        whole = run.joined(list(_outputs(run, first, {c: h.pieces(h.normed) for c, h in heads.items()})))
+        heads = whole_heads(run, first)
+        whole = run.joined(list(outputs_of(run, first, {c: h.pieces(h.normed) for c, h in heads.items()})))
         leaves = [t.detach().requires_grad_(is_inexact(t)) if isinstance(t, Tensor) else t for t in whole]
-        scaled, value = loss(run.output(leaves), loss.targets, run.samples, "the whole batch; no gradient was added")
+        route.check_whole(leaves)
+        scaled, value = loss(run.copied(leaves), loss.targets, run.samples, "the whole batch; no gradient was added")
+        warn_of_whole(run, heads, whole, leaves, scaled)
     end = run.random_state()
     wanted = {i: t for i, t in enumerate(leaves) if isinstance(t, Tensor) and t.requires_grad}
     beside = _reaches_beside(scaled, list(wanted.values()))
@@ -278,24 +251,26 @@ def _two_passes(run: Run, loss: Loss, first: _First) -> tuple[Tensor, Any]:
         return found
 
     _second_pass(run, heads, of_logits, roots, end)
-    return value, pytree.tree_unflatten(whole, run.spec)
+    return value, run.structure(whole)
 
 
 @advising(_ONE_VALUE)
-def _two_passes_in_pieces(run: Run, loss: Loss, first: _First, return_outputs: bool) -> tuple[Tensor, Any]:
+def _two_passes_in_pieces(run: Run, loss: Loss, route: Route, first: First, return_outputs: bool) -> tuple[Tensor, Any]:
     """The same where the loss is a sum over samples: of outputs, no more than a micro-batch's are held."""
     values, parts, grads = [], [], []
 
     def loss_of(i: int, leaves: list[Any]) -> tuple[Tensor, Tensor]:
         piece = run.pieces[i]
         with refused("this LastNorm is inside loss_fn, which sees one micro-batch at a time"):
-            return loss(run.output(leaves), to_device(piece.targets, run.device), piece.size, str(piece))
+            return loss(run.copied(leaves, piece), to_device(piece.targets, run.device), piece.size, str(piece))
 
     with ranks.all_or_none(run.device):
-        heads = _whole_heads(run, first)
+        heads = whole_heads(run, first)
         fed = {c: [p.detach().requires_grad_() for p in h.pieces(h.normed)] for c, h in heads.items()}
-        for i, leaves in enumerate(_outputs(run, first, fed)):
+        for i, leaves in enumerate(outputs_of(run, first, fed)):
+            route.check(run.structure(leaves, run.pieces[i]), run.pieces[i])
             scaled, value = loss_of(i, leaves)
+            warn_in_pieces(run, heads, {c: parts_of[i] for c, parts_of in fed.items()}, scaled)
             with full_precision(run.device):
                 grads.append(torch.autograd.grad(scaled, [fed[c][i] for c in heads], materialize_grads=True))
             values.append(value)
@@ -311,7 +286,7 @@ def _two_passes_in_pieces(run: Run, loss: Loss, first: _First, return_outputs: b
         return [(scaled, None)]
 
     _second_pass(run, heads, dict(zip(heads, found, strict=True)), roots, end)
-    outputs = pytree.tree_unflatten(run.joined(parts), run.spec) if return_outputs else None
+    outputs = run.structure(run.joined(parts)) if return_outputs else None
     return torch.stack(values).sum(), outputs
 
 
@@ -337,7 +312,9 @@ def _second_pass(
         of_piece = [{c: parts[i] for c, parts in all_parts.items()} for all_parts in (raw, normed, known)]
         replay = Replay(piece, *of_piece)
         with ranks.unsynchronised(run.model, piece is not run.pieces[-1]), standing_in(run.heads, replay):
-            found = roots(i, run.call(run.model, piece), replay)
+            with _telling("The gradients are wrong: clear them"):
+                leaves = run.call(run.model, piece)
+            found = roots(i, leaves, replay)
             if found:
                 with full_precision(run.device):
                     torch.autograd.backward([t for t, _ in found], [g for _, g in found])
@@ -377,26 +354,3 @@ def _reaches_beside(loss: Tensor, outputs: list[Tensor]) -> bool:
             return True
         nodes += [n for n, _ in node.next_functions]
     return False
-
-
-def _outputs(run: Run, first: _First, normed: dict[Call, list[Tensor]]) -> Iterator[list[Any]]:
-    """The model's output leaves for each micro-batch, attached to the normalised logits."""
-    if not run.heads:
-        yield from first.outputs
-        return
-    sources = {j: call for j, call in first.sources[0].items() if call is not None}
-    if all(s == sources for s in first.sources) and normed.keys() == set(sources.values()):
-        for i, o in enumerate(first.outputs):
-            yield [normed[sources[j]][i] if j in sources else t for j, t in enumerate(o)]
-        return
-    # Something follows the LastNorms, or goes past them: run it on the normalised logits. Only that part builds a
-    # graph, for all parameters are frozen.
-    now = run.random_state()
-    for i, piece in enumerate(run.pieces):
-        run.starts[i].restore()
-        feed = Feed({c: p[i] for c, p in normed.items()})
-        with frozen(run.inner), torch.enable_grad(), standing_in(run.heads, feed):
-            leaves = run.call(run.inner, piece, detach=True)
-        yield leaves
-    torch.clear_autocast_cache()
-    now.restore()

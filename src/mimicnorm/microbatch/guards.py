@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mimicnorm.errors import MicroBatchError, NonFiniteError
 from mimicnorm.layers import LastNorm
-from mimicnorm.microbatch.batches import MicroBatch, samples_in
+from mimicnorm.microbatch.batches import MicroBatch
 from mimicnorm.microbatch.heads import is_inexact
 from mimicnorm.surgery import check
 
@@ -47,85 +44,6 @@ def heads_of(model: nn.Module) -> dict[str, LastNorm]:
         for name, m in model.named_modules()
         if isinstance(m, LastNorm) and m.training
     }
-
-
-def mixes_samples(loss_fn: object) -> bool:
-    """Whether a loss is a module with batch statistics of its own."""
-    loss, _ = _unwrapped(loss_fn)
-    return isinstance(loss, nn.Module) and any(isinstance(m, _BatchNorm) and m.training for m in loss.modules())
-
-
-def _unwrapped(loss_fn: Any) -> tuple[Any, dict[str, Any]]:
-    """The module or function inside partials, ``torch.compile`` and a module's bound ``forward``, and its keywords."""
-    keywords: dict[str, Any] = {}
-    while True:
-        owner = getattr(loss_fn, "__self__", None)
-        compiled = getattr(loss_fn, "_orig_mod", getattr(loss_fn, "_torchdynamo_orig_callable", None))
-        if isinstance(loss_fn, functools.partial):
-            keywords, loss_fn = {**loss_fn.keywords, **keywords}, loss_fn.func
-        elif compiled is not None:
-            loss_fn = inspect.unwrap(compiled)  # a partial is wrapped once more
-        # Another method of a module is a function of the user's: it may use no more than a part of the module.
-        elif isinstance(owner, nn.Module) and loss_fn.__name__ in ("forward", "_wrapped_call_impl", "_call_impl"):
-            loss_fn = owner
-        else:
-            return loss_fn, keywords
-
-
-def require_mean(loss_fn: Any, targets: Any) -> None:
-    """Raise for a loss that is known not to be a mean over samples, where it will be computed in pieces.
-
-    Torch's losses as modules, functions or partials of them, and what resembles them.
-    """
-    loss, keywords = _unwrapped(loss_fn)
-    of_torch = _is_of_torch(loss)
-    if isinstance(loss, nn.Module):
-        parts: list[Any] = list(loss.modules())
-    elif of_torch:
-        parts = [SimpleNamespace(**_defaults(loss) | keywords)]
-    else:  # of a function of the user's, no more is known than what it is asked for by name
-        parts = [SimpleNamespace(reduction=keywords.get("reduction"))]
-    # Inside a module of the user's, a sum may be divided, and single values may be averaged.
-    reduction = _reduction(parts[0])
-    if reduction == "sum" or (of_torch and reduction == "none"):
-        raise _not_a_mean(f'reduction="{reduction}"', reduction == "sum")
-    classes = [t for t in samples_in(targets) if isinstance(t, Tensor) and not t.is_floating_point()]
-    for part in parts:
-        ignored = getattr(part, "ignore_index", None)  # the losses that divide by the weight of the classes
-        if ignored is None or _reduction(part) != "mean":
-            continue
-        if classes and getattr(part, "weight", None) is not None:
-            raise _not_a_mean("class weights")
-        if any(bool((t == ignored).any()) for t in classes):
-            raise _not_a_mean(f"targets to ignore ({ignored})")
-
-
-def _is_of_torch(loss: Any) -> bool:
-    home = type(loss) if isinstance(loss, nn.Module) else loss
-    return (getattr(home, "__module__", None) or "").partition(".")[0] in ("torch", "torchvision")
-
-
-def _defaults(function: Any) -> dict[str, Any]:
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except ValueError:  # written in C
-        return {}
-    return {p.name: p.default for p in parameters if p.default is not p.empty}
-
-
-def _reduction(part: Any) -> Any:
-    """How a loss puts its values together, by today's argument or by the two that came before it."""
-    if getattr(part, "reduce", None) is False:
-        return "none"
-    return "sum" if getattr(part, "size_average", None) is False else getattr(part, "reduction", "mean")
-
-
-def _not_a_mean(what: str, is_sum: bool = False) -> MicroBatchError:
-    remedy = 'Take reduction="mean", or give' if is_sum else 'Let loss_fn return a sum (reduction="sum") and give'
-    return MicroBatchError(
-        f"a loss with {what} is not a mean over samples, and here it is computed in pieces. {remedy} what to divide "
-        "by: denominator=lambda targets: ..."
-    )
 
 
 def require_inputs_unchanged(piece: MicroBatch, before: list[int]) -> None:

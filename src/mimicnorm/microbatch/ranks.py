@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import pickle
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers.last_norm import world_size
@@ -32,6 +35,7 @@ def _ddp(model: nn.Module) -> DistributedDataParallel | None:
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
+Made = TypeVar("Made")
 UNTOUCHED = "Nothing was added to the gradients here"
 
 
@@ -76,3 +80,40 @@ def mean_over_ranks(loss: Tensor) -> Tensor:
     total = loss.clone()
     dist.all_reduce(total)
     return total / world_size()
+
+
+def from_first(structure: Any) -> Any:
+    """A structure of rank 0, on all ranks and in host memory."""
+    payload: list[Any] = [None]
+    if dist.get_rank() == 0:
+        on_host = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), structure)
+        try:
+            payload = [pickle.dumps(on_host)]
+        except Exception as error:  # before anything is sent: the others would wait
+            payload = [error.__class__.__name__]
+    dist.broadcast_object_list(payload, src=0)
+    if isinstance(payload[0], str):
+        raise MicroBatchError(
+            f"the targets cannot be sent to the other ranks ({payload[0]} in pickle), so it cannot be checked that "
+            "loss_fn is a mean over samples: give the targets as tensors, arrays and numbers"
+        )
+    return pickle.loads(payload[0])
+
+
+def meet(act: Callable[[], Made], amount: Callable[[Made], float], device: torch.device | None) -> tuple[Made, float]:
+    """Do something and sum an amount over all ranks; what fails on one rank is raised on all.
+
+    Args:
+        act: What to do.
+        amount: From its result, this rank's part.
+        device: Where the ranks communicate from.
+    """
+    fault: Exception | None = None
+    made: Any = None
+    part = 0.0
+    try:
+        made = act()
+        part = amount(made)
+    except Exception as error:
+        fault = error
+    return made, agree(part, fault, device)

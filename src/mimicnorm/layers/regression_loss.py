@@ -1,0 +1,120 @@
+"""Does a regression loss meet a last BN? The autograd graph of the loss tells.
+
+A last BN gives every output mean 0 and variance 1 over the batch. Class scores are compared with each other, so they
+lose little by that; a regression compares each output with a number, which it can no longer reach.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Node = Any
+"""A node of the autograd graph."""
+
+_LOSSES = {"MseLoss": "mean square error", "SmoothL1Loss": "smooth L1", "HuberLoss": "Huber"}
+_OF_DIFFERENCES = {"Abs": "L1", "Pow": "squared difference"}
+_DIFFERENCES = {"Sub", "Rsub"}
+# Probabilities may be compared with numbers; behind a layer, the outputs are no longer those of the last BN.
+_NO_RAW_OUTPUTS = {
+    *("Softmax", "LogSoftmax", "Sigmoid", "LogSigmoid", "Logsumexp", "Exp", "NllLoss", "NllLoss2D"),
+    *(
+        "BinaryCrossEntropy",
+        "BinaryCrossEntropyWithLogits",
+        "Addmm",
+        "Mm",
+        "Bmm",
+        "Baddbmm",
+        "Convolution",
+        "Embedding",
+    ),
+}
+
+
+class RegressionLossWarning(UserWarning):
+    """A regression loss is trained through a last BN, which belongs on class scores."""
+
+
+def warn_of_regression(kind: str, head: str) -> None:
+    """Warn of a regression loss.
+
+    Args:
+        kind: Which loss was seen.
+        head: Where the last BN is.
+    """
+    warnings.warn(
+        f"{head}: a regression loss ({kind}) is computed from the outputs of a last BN. A last BN gives each output "
+        "mean 0 and variance 1 over the batch, whatever the targets are, so it belongs on class scores only. For "
+        "regression, convert with last_norm=False",
+        RegressionLossWarning,
+        stacklevel=3,
+    )
+
+
+def regression_on(loss: Node, is_output: Callable[[Node], bool]) -> str | None:
+    """Which regression loss compares raw outputs with something else, if one does.
+
+    Outputs that are compared with each other (consistency of two views, distance from their mean) are no regression.
+
+    Args:
+        loss: The graph's node of the loss.
+        is_output: Whether a node is that of the outputs.
+    """
+    for node in _nodes([loss], is_output):
+        name, operands = _name(node), [node]
+        kind = _LOSSES.get(name)
+        if name in _OF_DIFFERENCES and (name != "Pow" or node._saved_exponent == 2):
+            operands = _inputs(node)
+            while operands and _name(operands[0]) == "ToCopy":
+                operands = _inputs(operands[0])
+            kind = _OF_DIFFERENCES[name] if operands and _name(operands[0]) in _DIFFERENCES else None
+        if kind and sum(reaches(n, is_output) for n in _inputs(operands[0])) == 1:
+            return kind
+    return None
+
+
+def reaches(node: Node, is_output: Callable[[Node], bool]) -> bool:
+    """Whether a tensor is made of outputs without anything on the way that makes probabilities of them."""
+    return any(is_output(n) for n in _nodes([node], lambda n: is_output(n) or _name(n) in _NO_RAW_OUTPUTS))
+
+
+def losses_under_way() -> list[Node]:
+    """What is being differentiated, seen from a hook in the backward pass.
+
+    On accelerators a hook runs in a thread of its own, so the frames of all threads are looked at.
+    """
+    engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
+    roots: list[Any] = []
+    for top in sys._current_frames().values():
+        frame = top
+        while frame is not None and engine is not None:
+            if frame.f_code is engine.__code__:
+                roots += frame.f_locals.get("t_outputs", ())
+            frame = frame.f_back
+    return [t.grad_fn for t in roots if isinstance(t, Tensor)]
+
+
+def _nodes(start: list[Node], ends: Callable[[Node], bool]) -> Iterator[Node]:
+    """All nodes from some on, towards the leaves; nothing beyond a node that ``ends``."""
+    nodes, seen = list(start), set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        if not ends(node):
+            nodes += _inputs(node)
+
+
+def _inputs(node: Node) -> list[Node]:
+    return [n for n, _ in node.next_functions if n is not None]
+
+
+def _name(node: Node) -> str:
+    return node.name().partition("Backward")[0]

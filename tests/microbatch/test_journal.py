@@ -1,0 +1,165 @@
+"""A batch that fails leaves all statistics where they were."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from whole_and_parts import AveragedHeads, Classifier, batch, converted, state
+
+from mimicnorm.errors import MicroBatchError
+from mimicnorm.microbatch import LastNormCrossEntropy, backward
+from mimicnorm.microbatch.journal import Journal, modules_in
+
+
+def raises(out: Tensor, targets: Tensor) -> Tensor:
+    raise KeyError("boom")
+
+
+FAULTS = {
+    "not finite": lambda out, t: F.cross_entropy(out, t) * float("nan"),
+    "raises": raises,
+    "not one number": lambda out, t: F.cross_entropy(out, t, reduction="none"),
+    "no graph": lambda out, t: F.cross_entropy(out.detach(), t),
+    "no mean": lambda out, t: F.cross_entropy(out, t) ** 2,
+}
+
+
+def moved(net: nn.Module) -> nn.Module:
+    """The network after a batch, so that its statistics are not those it starts with."""
+    backward(net, F.cross_entropy, *batch(16), micro_batch=4)
+    net.zero_grad()
+    return net
+
+
+@pytest.mark.parametrize(
+    ("fault", "in_pieces"), [*((f, True) for f in FAULTS), *((f, None) for f in FAULTS if f != "no mean")]
+)
+@pytest.mark.parametrize("make", [Classifier, AveragedHeads])
+def test_a_refused_batch_leaves_the_statistics(fault, make, in_pieces):
+    net = moved(converted(make()))
+    before, versions = state(net), [b.data_ptr() for b in net.buffers()]
+    assert net.fc.last_norm.num_batches_tracked == 1
+    with pytest.raises((MicroBatchError, KeyError)):
+        backward(net, FAULTS[fault], *batch(8), micro_batch=3, loss_in_pieces=in_pieces)
+    assert all(p.grad is None for p in net.parameters())
+    assert torch.equal(state(net), before)
+    assert [b.data_ptr() for b in net.buffers()] == versions, "in place: others may hold them"
+
+
+def test_after_any_other_error_too():
+    x, y = batch(8)
+    nothing_to_train = moved(converted(Classifier())).requires_grad_(False)
+
+    class Chained(AveragedHeads):
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.body(x).mean((2, 3))
+            return self.second(y + self.fc(y).mean(1, keepdim=True))
+
+    chained = moved(converted(AveragedHeads()))
+    chained.__class__ = Chained
+
+    class Counts(Classifier):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x * torch.linspace(1, 2 + self.calls, 9, dtype=x.dtype))
+
+    counts = moved(converted(Classifier()))
+    counts.__class__ = Counts  # noticed at the end, when gradients have been added
+    for net, message in (
+        (nothing_to_train, "nothing to train"),
+        (chained, "another LastNorm"),
+        (counts, "clear them"),
+    ):
+        before = state(net)
+        with pytest.raises(MicroBatchError, match=message):
+            backward(net, F.cross_entropy, x, y, micro_batch=3)
+        assert torch.equal(state(net), before)
+
+
+class Centred(nn.Module):
+    """A loss with statistics: a LastNorm and a running mean that is replaced, not written."""
+
+    def __init__(self, fault: object = None):
+        super().__init__()
+        self.folded = LastNormCrossEntropy(5).double()
+        self.register_buffer("centre", torch.zeros(5, dtype=torch.float64))
+        self.calls, self.fault = 0, fault
+
+    def forward(self, out: Tensor, targets: Tensor) -> Tensor:
+        loss = self.folded(out - self.centre, targets)
+        self.centre = self.centre * 0.9 + out.detach().mean(0) * 0.1
+        self.calls += 1
+        return loss if self.fault is None else self.fault(loss)
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda loss: loss, functools.partial, lambda loss: loss.forward, lambda loss: lambda out, t: loss(out, t)]
+)
+@pytest.mark.parametrize("last_norm", [True, False])
+def test_statistics_of_the_loss_are_put_back(wrap, last_norm):
+    net, loss_fn = converted(Classifier(), last_norm=last_norm), Centred()
+    x, y = batch(8)
+    backward(net, wrap(loss_fn), x, y, micro_batch=3)
+    assert loss_fn.folded.last_norm.num_batches_tracked == loss_fn.calls == 1
+    net.zero_grad()
+    loss_fn.fault = lambda loss: loss * float("nan")
+    before = state(net, loss_fn)
+    with pytest.raises(MicroBatchError, match="the loss is nan"):
+        backward(net, wrap(loss_fn), x, y, micro_batch=3)
+    assert torch.equal(state(net, loss_fn), before)
+    assert loss_fn.calls == 1
+
+
+LOSS = nn.CrossEntropyLoss()
+
+
+def by_a_global_name(out: Tensor, targets: Tensor) -> Tensor:
+    return LOSS(out, targets)
+
+
+class Trainer:
+    """No module itself."""
+
+    def __init__(self) -> None:
+        self.criterion = nn.Sequential(LOSS)
+
+    def loss(self, out: Tensor, targets: Tensor) -> Tensor:
+        return self.criterion[0](out, targets)
+
+    def __call__(self, out: Tensor, targets: Tensor) -> Tensor:
+        return self.loss(out, targets)
+
+
+def test_the_modules_of_a_loss_are_found():
+    trainer = Trainer()
+    inside = [LOSS]
+    for loss_fn in (
+        *(LOSS, LOSS.forward, functools.partial(LOSS), by_a_global_name, functools.partial(by_a_global_name)),
+        *(
+            lambda out, t: by_a_global_name(out, t),
+            lambda out, t: inside[0](out, t),
+            lambda out, t, loss=LOSS: loss(out, t),
+        ),
+        *(lambda out, t: [LOSS(out, x) for x in t], torch.compile(LOSS, backend="eager")),
+    ):
+        found = modules_in(loss_fn)
+        assert any(LOSS in m.modules() for m in found), loss_fn
+    assert modules_in(trainer) == modules_in(trainer.loss) == [trainer.criterion]
+    assert modules_in(F.cross_entropy) == []
+
+
+def test_a_journal_tells_what_had_changed():
+    loss_fn = Centred()
+    journal = Journal()
+    journal.note([loss_fn], nn.Linear(1, 1))
+    assert journal.put_back() == set()
+    journal.note([loss_fn], nn.Linear(1, 1))
+    loss_fn(*(torch.randn(4, 5, dtype=torch.float64), torch.zeros(4, dtype=torch.long)))
+    assert journal.put_back() == {"Centred", "LastNorm"}
+    assert loss_fn.calls == 0

@@ -1,0 +1,161 @@
+"""Outputs of another structure: put into order where only the order differs, else an error that says what differs."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict, namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from whole_and_parts import Classifier, batch, converted, relative_error
+
+from mimicnorm.errors import MicroBatchError
+from mimicnorm.microbatch import backward
+from mimicnorm.microbatch.trees import Tree
+
+EXACT = 1e-12
+
+
+class TwoHeads(Classifier):
+    """A dict of two heads, made by ``arrange`` from the logits, an auxiliary output and the number of the call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.second = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> object:
+        y = self.body(x).mean((2, 3))
+        self.calls = getattr(self, "calls", -1) + 1
+        return getattr(self, "arrange", in_order)(self.fc(y), self.second(y), len(x), self.calls)
+
+
+def in_order(a: Tensor, b: Tensor, *_: int) -> dict:
+    return {"a": a, "b": b}
+
+
+def by_size(a: Tensor, b: Tensor, size: int, _call: int) -> dict:
+    return {"a": a, "b": b} if size == 3 else {"b": b, "a": a}
+
+
+def by_turns(a: Tensor, b: Tensor, _size: int, call: int) -> dict:
+    return {"a": a, "b": b} if call % 2 else {"b": b, "a": a}
+
+
+def nested(a: Tensor, b: Tensor, size: int, _call: int) -> dict:
+    inner = OrderedDict(a=a, z=1) if size == 3 else OrderedDict(z=1, a=a)
+    outer = [("b", [b]), ("inner", inner)]
+    return defaultdict(None, outer if size == 3 else outer[::-1])
+
+
+def loss_fn(out: dict, targets: Tensor) -> Tensor:
+    first, second = (out["inner"]["a"], out["b"][0]) if "inner" in out else (out["a"], out["b"])
+    return F.cross_entropy(first, targets) + 3 * F.cross_entropy(second, targets.flip(0) * 0)
+
+
+MODES = [
+    *({"last_norm": True}, {"last_norm": True, "loss_in_pieces": True}, {"last_norm": True, "return_outputs": True}),
+    *(
+        {"last_norm": False},
+        {"last_norm": False, "return_outputs": True},
+        {"last_norm": False, "loss_in_pieces": False},
+    ),
+]
+
+
+@pytest.mark.parametrize("arrange", [by_size, by_turns, nested])
+@pytest.mark.parametrize("mode", MODES)
+def test_keys_in_another_order_are_put_in_order(arrange, mode):
+    net = converted(TwoHeads(), last_norm=mode["last_norm"])
+    net.arrange = arrange
+    x, y = batch(8)
+    whole = copy.deepcopy(net)
+    expected = whole(x)
+    loss = loss_fn(expected, y)
+    loss.backward()
+    found = backward(net, loss_fn, x, y, micro_batch=3, **{k: v for k, v in mode.items() if k != "last_norm"})
+    value, outputs = found if mode.get("return_outputs") else (found, None)
+    assert relative_error(net, whole) <= EXACT
+    torch.testing.assert_close(value, loss.detach())
+    if outputs is not None:
+        for key in expected:
+            torch.testing.assert_close(outputs[key], expected[key])
+
+
+Pair = namedtuple("Pair", ["a", "b"])
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (
+            lambda a, _b: {"a": a},
+            r"output\['b'\] is in the first micro-batch, but not in micro-batch 2 \(samples 6 to 7\)",
+        ),
+        (lambda a, b: {"a": a, "b": b, "c": a}, r"output\['c'\] is in micro-batch 2 .*, but not in the first"),
+        (
+            lambda a, b: {"a": a, "b": [b]},
+            r"output\['b'\] is a list in micro-batch 2 .* and a single value in the first",
+        ),
+        (lambda a, b: (a, b), "output is a tuple in micro-batch 2 .* and a dict in the first"),
+        (lambda a, b: Pair(a, b), "output is a Pair in micro-batch 2 .* and a dict in the first"),
+        (lambda a, b: OrderedDict(a=a, b=b), "output is a OrderedDict in micro-batch 2 .* and a dict in the first"),
+    ],
+)
+@pytest.mark.parametrize("last_norm", [True, False])
+def test_another_structure_says_what_differs(other, message, last_norm):
+    net = converted(TwoHeads(), last_norm=last_norm)
+    net.arrange = lambda a, b, size, _call: {"a": a, "b": b} if size == 3 else other(a, b)
+    x, y = batch(8)
+    with pytest.raises(MicroBatchError, match=message):
+        backward(net, lambda out, t: F.cross_entropy(out["a"], t), x, y, micro_batch=3, return_outputs=True)
+
+
+@pytest.mark.parametrize("how", [{}, {"loss_in_pieces": True}])
+def test_another_structure_when_a_micro_batch_runs_again(how):
+    net = converted(TwoHeads())
+    net.calls = -1
+    net.arrange = lambda a, b, _size, call: {"a": a, "b": b} if call < 4 else {"a": a, "b": (b,)}
+    x, y = batch(8)
+    with pytest.raises(MicroBatchError, match=r"output\['b'\] is a tuple in micro-batch 1 .* ran again.*clear them"):
+        backward(net, lambda out, t: F.cross_entropy(out["a"], t), x, y, micro_batch=3, **how)
+
+
+def test_structures_that_nobody_puts_together_may_differ():
+    """A detector's list of one dict per image, as long as the micro-batch."""
+
+    class PerImage(Classifier):
+        def forward(self, x: Tensor) -> list[dict[str, Tensor]]:
+            return [{"scores": row} for row in super().forward(x)]
+
+    def per_image(out: list[dict[str, Tensor]], targets: Tensor) -> Tensor:
+        return torch.stack([F.cross_entropy(o["scores"], t) for o, t in zip(out, targets, strict=True)]).mean()
+
+    net = converted(Classifier(), last_norm=False)
+    net.__class__ = PerImage
+    x, y = batch(8)
+    whole = copy.deepcopy(net)
+    per_image(whole(x), y).backward()
+    backward(net, per_image, x, y, micro_batch=3)
+    assert relative_error(net, whole) <= EXACT
+
+
+@pytest.mark.parametrize("value", [0.5, "warm", torch.tensor([1.0]).numpy()])
+def test_a_value_for_all_samples_has_to_be_the_same(value):
+    net = converted(TwoHeads())
+    net.arrange = lambda a, b, size, _call: {"a": a, "b": b, "scale": value if size == 3 else value * 2}
+    x, y = batch(8)
+    with pytest.raises(
+        MicroBatchError, match=r"output 2 of the model is .* in the first micro-batch and .* in micro-batch 2"
+    ):
+        backward(net, lambda out, t: F.cross_entropy(out["a"], t), x, y, micro_batch=3)
+    assert all(p.grad is None for p in net.parameters())
+
+
+def test_a_tree_keeps_its_own_order():
+    tree = Tree({"x": 1, "y": [2, {"p": 3, "q": 4}]}, "the first")
+    assert tree.leaves({"y": [2, {"q": 4, "p": 3}], "x": 1}, "another") == [1, 2, 3, 4]
+    assert list(tree.structure([5, 6, 7, 8])) == ["x", "y"]
+    with pytest.raises(MicroBatchError, match=r"output\['y'\]\[1\]\['q'\] is in the first, but not in another"):
+        tree.leaves({"y": [2, {"p": 3}], "x": 1}, "another")
