@@ -104,7 +104,7 @@ def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
         def run(*args: Any, **kwargs: Any) -> Tensor:
             output = forward(*args, **kwargs)
             name = pending.pop(id(module), None)
-            target = _target(module)
+            target = _target(module, scaled)
             if name is None or id(target) in scaled:  # tied to a layer that ran before: its first use decides
                 return output
             scaled.add(id(target))
@@ -119,7 +119,8 @@ def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
         return run
 
     watched = [modules[name] for name in pending.values() if name in modules] + scalars
-    with _quiet(model, {id(_target(m)) for m in watched}), _instead_of_forward(watched, first_use):
+    calibrated = {id(getattr(m, name, None)) for m in watched for name in ("weight", "residual_scale")}
+    with _quiet(model, calibrated), _instead_of_forward(watched, first_use):
         try:
             model(*args, **kwargs)
         except InitError:
@@ -134,10 +135,14 @@ def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
             draw_(modules[step.name].weight, step.gain, step.fan_in)  # pyrefly: ignore
 
 
-def _target(module: nn.Module) -> Tensor:
-    """What is scaled: the residual scalar at a branch end, the weight elsewhere."""
-    scalar = getattr(module, "residual_scale", None)
-    return scalar if scalar is not None else module.weight  # pyrefly: ignore
+def _target(module: nn.Module, scaled: set[int]) -> Tensor:
+    """What is scaled: the weight; the residual scalar only where there is no weight that is not scaled already.
+
+    A layer applies s * W, so a step on W moves what it applies by s^2 times the gradient there. Were the scalar to make
+    up for small weights (it would be 3 to 5 with PyTorch's), each step would be that much larger than planned.
+    """
+    weight, scalar = getattr(module, "weight", None), getattr(module, "residual_scale", None)
+    return scalar if scalar is not None and (weight is None or id(weight) in scaled) else weight  # pyrefly: ignore
 
 
 def _to_unit_variance(name: str, target: Tensor, shape: torch.Size, variance: float) -> None:
