@@ -99,6 +99,11 @@ def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
     pending = {id(modules[name]): name for name in (*(step.name for step in steps.layers), *steps.gates)}
     pending |= {id(m): "a residual scalar" for m in scalars}
     scaled: set[int] = set()
+    # A branch ends as the theory would have it: in s^2 times the variance predicted before its scalar.
+    targets = {id(modules[step.name]): step.scale**2 * step.v for step in steps.layers if step.scale is not None}
+    for n in steps.norms:
+        if n.scale is not None and n.v is not None:
+            targets |= {id(m): n.scale**2 * n.v for m in modules[n.name].modules() if isinstance(m, Scale)}
 
     def first_use(module: nn.Module, forward: Callable) -> Callable:
         def run(*args: Any, **kwargs: Any) -> Tensor:
@@ -108,7 +113,7 @@ def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
             if name is None or id(target) in scaled:  # tied to a layer that ran before: its first use decides
                 return output
             scaled.add(id(target))
-            variance = float(output.float().var(correction=0))
+            variance = float(output.float().var(correction=0)) / targets.get(id(module), 1.0)
             if id(module) in gates:
                 variance /= _GATE_VARIANCE
                 if not 1 < variance < math.inf:
