@@ -223,7 +223,7 @@ class _Recorder(TorchFunctionMode):
                 self.alias(t)
             return result
         kind = kind_of(name, len(inputs))
-        extra = self.layer_call(func, args, kwargs) if kind is Kind.LAYER else {}
+        extra: dict[str, Any] = self.layer_call(func, args, kwargs) if kind is Kind.LAYER else {}
         if kind is Kind.LAYER and func in LINEAR_CALLS:
             extra["settings"] = {"op": LINEAR_CALLS[func](*args, **kwargs).op}
         if kind in (Kind.ACTIVATION, Kind.SUM, Kind.PAD):

@@ -73,7 +73,7 @@ def _geometry(op: Convolution | None, module: nn.Module, d: int, kernel: int) ->
     """Stride, padding before the first input and dilation, along one dimension."""
     if op is not None:
         return op.stride[d], op.padding[d], op.dilation[d]
-    dilation = module.dilation[d]  # pyrefly: ignore  # padding="same": an even kernel's odd one comes last
+    dilation: int = module.dilation[d]  # pyrefly: ignore  # padding="same": an even kernel's odd one comes last
     return 1, dilation * (kernel - 1) // 2, dilation
 
 
