@@ -312,6 +312,21 @@ def signal() -> str:
     return table(head, lines)
 
 
+def attention() -> str:
+    rows = load("attention-start")["rows"]
+    rates = list(dict.fromkeys(r["rate"] for r in rows))
+    lines = []
+    for way in dict.fromkeys(r["way"] for r in rows):
+        cells = []
+        for rate in rates:
+            runs = [r for r in rows if (r["way"], r["rate"]) == (way, rate)]
+            diverged = sum("accuracy" not in r for r in runs)
+            mean = statistics.mean(r["accuracy"] for r in runs) if not diverged else 0.0
+            cells.append(f"{diverged} of {len(runs)} diverged" if diverged else f"{100 * mean:.1f} %")
+        lines.append((way.replace("batchnorm", named("batchnorm")).replace("mimicnorm", named("mimicnorm")), *cells))
+    return table(" | ".join(("learning rate", *map(str, rates))), lines)
+
+
 def centring() -> str:
     rows = []
     for row in load("speed")["rows"]:
@@ -331,7 +346,7 @@ MAKERS: dict[str, Callable[[], str]] = {
     for f in (
         *(ratios, peak, prediction, inductor, paper, alternatives),
         *(accumulation, time, exactness, rounding, training, memory, accuracy),
-        *(compared_resnet18, compared_vgg11, start, speed, centring, signal),
+        *(compared_resnet18, compared_vgg11, start, speed, centring, signal, attention),
     )
 }
 

@@ -37,11 +37,15 @@ class Net(nn.Module):
         return self.conv(self.act(x * 1.0))
 
 
+def fed_to_conv(net):
+    graph = record(net, (2, 3, 4, 4))
+    return feed(next(n for n in graph.nodes if n.layer == "conv"), dict(net.named_modules()))
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_gain_equals_monte_carlo(name):
     act = ACTIVATIONS[name]
-    graph = record(Net(act), (2, 3, 4, 4))
-    fed = feed(next(n for n in graph.nodes if n.layer == "conv"))
+    fed = fed_to_conv(Net(act))
     z = act(torch.randn(2_000_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
     assert fed.gain(centred=False, fan_in=100) == pytest.approx(z.square().mean().item() ** -0.5, rel=5e-3)
     assert fed.gain(centred=True, fan_in=100) == pytest.approx((100 / 99) ** 0.5 / z.std().item(), rel=5e-3)
@@ -49,4 +53,38 @@ def test_gain_equals_monte_carlo(name):
 
 def test_unknown_activations_have_no_formula():
     graph = record(Net(lambda x: torch.exp(x)), (2, 3, 4, 4))
-    assert activation(next(n for n in graph.nodes if n.op == "exp")) is None
+    assert activation(next(n for n in graph.nodes if n.op == "exp"), {}) is None
+
+
+SLOPES = [-1.0, 0.2, 0.9]
+
+
+def per_channel(slopes):
+    act = nn.PReLU(len(slopes))
+    with torch.no_grad():
+        act.weight.copy_(torch.tensor(slopes))
+    return act
+
+
+def test_gain_behind_a_prelu_is_that_of_its_own_slopes():
+    fed = fed_to_conv(Net(per_channel(SLOPES)))
+    z = torch.randn(3, 1_000_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = torch.where(z > 0, z, torch.tensor(SLOPES, dtype=torch.float64)[:, None] * z)
+    assert fed.gain(centred=False, fan_in=100) == pytest.approx(y.square().mean().item() ** -0.5, rel=5e-3)
+    assert fed.gain(centred=True, fan_in=100) == pytest.approx((100 / 99) ** 0.5 / y.std().item(), rel=5e-3)
+    assert fed.name == "prelu"
+
+
+def test_a_prelu_whose_slopes_are_not_known_has_no_formula():
+    net = Net(per_channel(SLOPES))
+    net.act.forward = lambda x: F.prelu(x, net.act.weight.abs())
+    graph = record(net, (2, 3, 4, 4))
+    assert activation(next(n for n in graph.nodes if n.op == "prelu"), dict(net.named_modules())) is None
+
+
+def test_two_slopes_side_by_side_are_both_counted():
+    fed = fed_to_conv(Net(lambda x: torch.cat([F.leaky_relu(x[:, :1], 0.5), F.leaky_relu(x[:, 1:], -0.5)], 1)))
+    z = torch.randn(2_000_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    z = torch.cat([F.leaky_relu(z, 0.5), F.leaky_relu(z, -0.5), F.leaky_relu(z, -0.5)])
+    assert fed.name == "leaky_relu"
+    assert fed.gain(centred=True, fan_in=100) == pytest.approx((100 / 99) ** 0.5 / z.std().item(), rel=5e-3)

@@ -140,16 +140,43 @@ def test_a_shape_is_calibrated_on_many_samples_if_the_model_takes_them(only):
             init_(model, "calibrate", example=torch.randn(3, 6, 8, 8))
 
 
-def test_calibrate_sets_scalars_at_branch_ends_and_weights_elsewhere():
-    model = nets.resnet()
+def test_calibrate_scales_weights_and_starts_residual_scalars_as_planned():
+    model, x = nets.resnet(), torch.randn(16, 3, 8, 8)
     weights = {n: p.clone() for n, p in model.named_parameters()}
-    convert_(model, SMALL, example=torch.randn(16, 3, 8, 8), init="calibrate")
-    end = model.blocks[1].conv2
-    torch.testing.assert_close(end.weight, weights["blocks.1.conv2.weight"])
-    assert end.residual_scale.item() != pytest.approx(2**-0.5)
-    inner = model.blocks[1].conv1
-    ratio = inner.weight / weights["blocks.1.conv1.weight"]
-    torch.testing.assert_close(ratio, ratio.flatten()[0].expand_as(ratio))
+    report = convert_(model, SMALL, example=x, init="calibrate")
+    for name in ("blocks.1.conv1", "blocks.1.conv2"):
+        ratio = model.get_submodule(name).weight / weights[f"{name}.weight"]
+        torch.testing.assert_close(ratio, ratio.flatten()[0].expand_as(ratio))
+    scales = {step.name: step.scale for step in report.layers if step.scale is not None}
+    assert scales["blocks.1.conv2"] == pytest.approx(2**-0.5)
+    for name, scale in scales.items():
+        assert model.get_submodule(name).residual_scale.item() == pytest.approx(scale), name
+    found = variances(model, scales, x)
+    assert all(v == pytest.approx(1, rel=1e-3) for v in found.values()), found
+
+
+class TiedEnds(nn.Module):
+    """Two residual branches that end in one weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = (nn.Linear(64, 64, bias=False) for _ in range(2))
+        self.norms = nn.ModuleList(nn.BatchNorm1d(64) for _ in range(2))
+        self.b.weight = self.a.weight
+        self.head = nn.Linear(64, 4)
+
+    def forward(self, x):
+        x = x + self.norms[0](self.a(x))
+        return self.head(x + self.norms[1](self.b(3 * x)))
+
+
+def test_calibrate_scales_the_scalar_where_a_tied_weight_is_scaled_already():
+    model, x = TiedEnds(), torch.randn(256, 64)
+    convert_(model, MimicNorm(), example=x, init="calibrate")
+    assert model.a.residual_scale.item() == pytest.approx(1)
+    assert model.b.weight is model.a.weight
+    found = variances(model, ["a", "b"], x)
+    assert all(v == pytest.approx(1, rel=1e-3) for v in found.values()), found
 
 
 def test_calibrate_redraws_what_no_factor_can_mend():

@@ -1,4 +1,4 @@
-"""The gain of a layer, by what feeds it; and whether the theory covers a network at all.
+"""The gain of a layer, by what feeds it.
 
 A centred layer wants weights of standard deviation g / sqrt(n) with g = 1/sd(phi(z)) times sqrt(n/(n-1)); one
 that is not centred, g = 1/rms(phi(z)). Behind a concat the input is a mixture of activations.
@@ -7,17 +7,18 @@ that is not centred, g = 1/rms(phi(z)). Behind a concat the input is a mixture o
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
 
 from mimicnorm.flow import RESHAPED, carried
 from mimicnorm.graph import Node
 from mimicnorm.ops import Kind
-from mimicnorm.theory.activations import ActivationStats, activation_stats
+from mimicnorm.theory.activations import ActivationStats, activation_stats, prelu_stats
 from mimicnorm.theory.errors import TheoryError
 
-_DRIFT_LIMIT = 1.01  # per layer: 1.6 over 50 layers
-_BEND_LIMIT = 0.1  # relative error of the variance behind an activation that is not homogeneous, to first order
 _PASSES_ON = (*RESHAPED, Kind.PRODUCT, Kind.SOFTMAX)
 
 
@@ -34,74 +35,48 @@ class Feed:
     @property
     def name(self) -> str:
         """The activation, or the mixture, in a word."""
-        return "+".join(name for name, _, _ in self.parts)
+        return "+".join(dict.fromkeys(name for name, _, _ in self.parts))
+
+    @property
+    def mean(self) -> float:
+        """Of the fed values."""
+        return sum(share * s.mean for _, s, share in self.parts)
+
+    @property
+    def second_moment(self) -> float:
+        """Of the fed values."""
+        return sum(share * s.second_moment for _, s, share in self.parts)
 
     def gain(self, centred: bool, fan_in: int | None) -> float:
         """1/sd of the fed values if centred, else 1/rms; with the exact factor in n, but for standardised weights."""
-        mean = sum(share * s.mean for _, s, share in self.parts)
-        second = sum(share * s.second_moment for _, s, share in self.parts)
         if not centred:
-            return 1 / math.sqrt(second)
-        return (1.0 if fan_in is None else math.sqrt(fan_in / (fan_in - 1))) / math.sqrt(second - mean**2)
+            return 1 / math.sqrt(self.second_moment)
+        sd = math.sqrt(self.second_moment - self.mean**2)
+        return (1.0 if fan_in is None else math.sqrt(fan_in / (fan_in - 1))) / sd
 
 
-def feed(layer: Node) -> Feed:
-    """What feeds a layer's call."""
-    merged: dict[str, tuple[ActivationStats, float]] = {}
-    for name, stats, share in _parts(layer.inputs[0], 1.0):
-        merged[name] = (stats, share + (merged[name][1] if name in merged else 0.0))
-    return Feed(tuple((name, stats, share) for name, (stats, share) in merged.items()))
+def feed(layer: Node, modules: Mapping[str, nn.Module]) -> Feed:
+    """What feeds a layer's call; the network's modules hold the slopes of its PReLUs."""
+    merged: dict[tuple[str, ActivationStats], float] = {}
+    for name, stats, share in _parts(layer.inputs[0], 1.0, modules):
+        merged[name, stats] = merged.get((name, stats), 0.0) + share
+    return Feed(tuple((name, stats, share) for (name, stats), share in merged.items()))
 
 
-def _parts(node: Node, share: float) -> list[tuple[str, ActivationStats, float]]:
+def _parts(node: Node, share: float, modules: Mapping[str, nn.Module]) -> list[tuple[str, ActivationStats, float]]:
     while node.kind in _PASSES_ON and (before := carried(node)) is not None:
         node = before
     if node.kind is Kind.ACTIVATION:
-        known = activation(node)
+        known = activation(node, modules)
         return [(*known, share)] if known is not None else [("identity", activation_stats("identity"), share)]
     if node.kind is Kind.CONCAT:
         sizes = [n.shape.numel() for n in node.inputs]
         operands = zip(node.inputs, sizes, strict=True)
-        return [part for n, size in operands for part in _parts(n, share * size / sum(sizes))]
+        return [part for n, size in operands for part in _parts(n, share * size / sum(sizes), modules)]
     return [("identity", activation_stats("identity"), share)]
 
 
-def without_formula(nodes: Iterable[Node], planned: Container[str], v: Mapping[Node, float]) -> str | None:
-    """The first operation on the way whose effect on the variance the theory does not give, in words.
-
-    Max pooling and zero padding count as covered, as in the paper: they move the variance by a bounded factor.
-
-    Args:
-        nodes: The operations.
-        planned: The layers that are given their starting weights.
-        v: The predicted variance of each tensor.
-    """
-    for node in nodes:
-        reason = None
-        if node.kind in (Kind.RESIZE, Kind.SOFTMAX, Kind.OPAQUE):
-            reason = node.op
-        elif node.kind is Kind.PRODUCT:
-            reason = "a gate or product"
-        elif node.kind is Kind.POOL and "max" not in node.op:
-            reason = node.op
-        elif node.kind is Kind.CONSTANT and node.op not in ("add", "sub"):
-            reason = f"{node.op} by a constant"
-        elif node.kind is Kind.LAYER and (node.layer is None or node.layer not in planned):
-            reason = f"layer {node.layer or node.op!r} without BatchNorm"
-        elif node.kind is Kind.ACTIVATION:
-            known = activation(node)
-            if known is None:
-                reason = node.op
-            elif known[1].variance_slope > _DRIFT_LIMIT:
-                return f"under {known[0]} the variance drifts with depth"
-            elif abs(math.log(v[node.inputs[0]]) * (known[1].variance_slope - 1)) > _BEND_LIMIT:
-                reason = f"{node.op} of a variance that is not 1"
-        if reason is not None:
-            return f"no formula for {reason}{f' in {node.where}' if node.where else ''}"
-    return None
-
-
-def activation(node: Node) -> tuple[str, ActivationStats] | None:
+def activation(node: Node, modules: Mapping[str, nn.Module]) -> tuple[str, ActivationStats] | None:
     """Name and statistics of a recorded activation with its settings, or None if no formula is known."""
     given = dict(node.settings)
     positional = given.pop("positional", [])
@@ -115,9 +90,21 @@ def activation(node: Node) -> tuple[str, ActivationStats] | None:
     elif name in ("clamp", "clip", "clamp_min", "hardtanh"):
         name, parameters = _clamp(name, positional, given)
     try:
+        if name == "prelu":
+            slopes = [constant_value(c, modules) for c in node.constants]
+            return (name, prelu_stats(slopes[0])) if len(slopes) == 1 and slopes[0] is not None else None
         return name, activation_stats(name, None, **parameters)
     except (TheoryError, TypeError, ValueError):
         return None
+
+
+def constant_value(constant: float | str | None, modules: Mapping[str, nn.Module]) -> Tensor | None:
+    """A recorded constant's value, or None where it is not known."""
+    if isinstance(constant, float):
+        return torch.tensor(constant)
+    module, _, name = (constant or "").rpartition(".")
+    value = getattr(modules.get(module), name, None) if constant else None
+    return value.detach() if isinstance(value, Tensor) and not value.is_meta else None
 
 
 def _clamp(name: str, positional: list, given: dict) -> tuple[str, dict[str, float]]:

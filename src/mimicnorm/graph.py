@@ -18,7 +18,10 @@ class Node:
         index: Position in execution order; an input comes before what reads it.
         op: Canonical function name, e.g. "conv2d", "add", "relu".
         inputs: The data-dependent operands, in argument order; constants and weights are left out.
-        settings: Plain keyword settings of an activation (slope, approximation), for its formula.
+        settings: Plain settings of an activation (slope, approximation), an addition or padding; of a layer, its linear
+            map as ``op``, None for a convolution with ``padding="same"``.
+        constants: What an activation, or an operation with a constant, was given beside data: numbers, names of the
+            parameters and buffers that tensors are or are views of, None for any other tensor.
         layer: Qualified name of the weight layer, if this is its output.
         inside_module: Whether that layer's own forward made the call (not ``F.conv2d(x, layer.weight)``).
         derived_weight: Whether the weight was computed from the layer's parameters first.
@@ -37,6 +40,7 @@ class Node:
     dtype: torch.dtype
     where: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
+    constants: tuple[float | str | None, ...] = ()
     layer: str | None = None
     inside_module: bool = True
     derived_weight: bool = False

@@ -127,20 +127,27 @@ def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
     modules = dict(model.named_modules())
     scalars = [m for n in steps.norms for m in modules[n.name].modules() if isinstance(m, Scale)]
     gates = {id(modules[name]) for name in steps.gates}
-    given = [step.name for step in steps.layers if step.start == "keep" and step.scale is None]
-    pending = {id(modules[name]): name for name in (*(s.name for s in steps.layers), *steps.gates) if name not in given}
-    pending |= {id(m): "a residual scalar" for m in scalars}
-    scaled: set[int] = set()
+    frozen = [step for step in steps.layers if step.start == "keep"]
+    untouchable = {step.name for step in frozen if step.scale is None}
+    wanted = [name for name in (*(step.name for step in steps.layers), *steps.gates) if name not in untouchable]
+    pending = {id(modules[name]): name for name in wanted} | {id(m): "a residual scalar" for m in scalars}
+    scaled = {id(modules[step.name].weight) for step in frozen}  # what is scaled there is the scalar
+    # A branch ends as the theory would have it: in s^2 times the variance predicted before its scalar.
+    targets = {id(modules[step.name]): step.scale**2 * step.v for step in steps.layers if step.scale is not None}
+    for n in steps.norms:
+        if n.scale is not None and n.v is not None:
+            targets |= {id(m): n.scale**2 * n.v for m in modules[n.name].modules() if isinstance(m, Scale)}
 
     def first_use(module: nn.Module, forward: Callable) -> Callable:
         def run(*args: Any, **kwargs: Any) -> Tensor:
             output = forward(*args, **kwargs)
             name = pending.pop(id(module), None)
-            target = _target(module)
+            target = _target(module, scaled)
             if name is None or id(target) in scaled:  # tied to a layer that ran before: its first use decides
                 return output
             scaled.add(id(target))
-            variance = float(output.float().var(correction=0))
+            aim = targets.get(id(module), 1.0)
+            variance = float(output.float().var(correction=0)) / aim
             if id(module) in gates:
                 variance /= _GATE_VARIANCE
                 if not 1 < variance < math.inf:
@@ -148,13 +155,14 @@ def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
             _to_unit_variance(name, target, output.shape, variance)
             again = forward(*args, **kwargs)
             if id(module) not in gates:
-                _read_back(name, float(again.float().var(correction=0)))
+                _read_back(name, float(again.float().var(correction=0)) / aim)
             return again
 
         return run
 
     watched = [modules[name] for name in pending.values() if name in modules] + scalars
-    with _quiet(model, {id(_target(m)) for m in watched}), instead_of_forward(watched, first_use):
+    calibrated = {id(t) for m in watched for t in (getattr(m, "weight", None), _scalar(m)) if t is not None}
+    with _quiet(model, calibrated), instead_of_forward(watched, first_use):
         try:
             model(*args, **kwargs)
         except InitError:
@@ -165,16 +173,23 @@ def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
                 f"{type(error).__name__}: {error}"
             ) from error
     for step in steps.layers:
-        if (
-            id(modules[step.name]) in pending and step.start == "draw"
-        ):  # did not run on this batch: the theory's gain is the best guess
+        if step.start == "draw" and id(modules[step.name]) in pending:  # it did not run: the theory is the best guess
             draw_(modules[step.name].weight, step.gain, step.fan_in)  # pyrefly: ignore
 
 
-def _target(module: nn.Module) -> Tensor:
-    """What is scaled: the residual scalar at a branch end, the weight elsewhere."""
-    scalar = module.residual_scale if isinstance(module, _WITH_SCALAR) else None
-    return scalar if scalar is not None else module.weight  # pyrefly: ignore
+def _target(module: nn.Module, scaled: set[int]) -> Tensor:
+    """What is scaled: the weight; the residual scalar only where there is no weight that is not scaled already.
+
+    A layer applies s * W, so a step on W moves what it applies by s^2 times the gradient there. Were the scalar to make
+    up for small weights (it would be 3 to 5 with PyTorch's), each step would be that much larger than planned.
+    """
+    weight, scalar = getattr(module, "weight", None), _scalar(module)
+    return scalar if scalar is not None and (weight is None or id(weight) in scaled) else weight  # pyrefly: ignore
+
+
+def _scalar(module: nn.Module) -> Tensor | None:
+    """The residual scalar that the conversion gave a module; a user's own of that name is not meant."""
+    return module.residual_scale if isinstance(module, _WITH_SCALAR) else None  # pyrefly: ignore
 
 
 def _to_unit_variance(name: str, target: Tensor, shape: torch.Size, variance: float) -> None:

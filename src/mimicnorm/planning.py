@@ -15,10 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mimicnorm import flow, probe, residual
+from mimicnorm import attention, flow, probe, residual
+from mimicnorm.assumptions import without_formula
 from mimicnorm.changeable import REPLACED, Ways, why_not
 from mimicnorm.errors import RefusedError
-from mimicnorm.gains import feed, without_formula
+from mimicnorm.gains import feed
 from mimicnorm.given_weights import given, notes_on_given
 from mimicnorm.graph import Graph, Node
 from mimicnorm.isolate import untouched
@@ -113,12 +114,19 @@ class _Planner(Ownership):
         branches = self._branches()
         ends = {end for branch in branches for end in branch.ends}
         method = self.method
-        variance = residual.variance(self.graph, ends, method.branch_variance, self._resets, gates=method.gains)
+        products = attention.unbounded_products(self.graph, {*self.owned, *self.reached, *self.roles})
+        around = residual.ends_around((p.node for p in products), [] if method.own_init else branches)
+        self.smaller = dict.fromkeys(around, attention.VARIANCE)
+        variance = residual.variance(
+            self.graph, ends, method.branch_variance, self._resets, gates=method.gains, smaller=self.smaller
+        )
         layers = self._layer_steps(branches, ends, variance)
         self._norm_steps(ends, variance, layers)
         self.plan.layers = list(layers.values())
         self.plan.gates = [n for n in self.modules if n in self.gates and n not in self.roles and self._has_weight(n)]
         self._init(variance)
+        if products and method.instead != "group":
+            self.plan.notes.append(attention.note(products, bool(self.smaller)))
         if len(self.left) == len(self.norms):
             self.refuse("", "where= leaves every BatchNorm, so there is nothing to convert", "Let it accept some")
         return self.plan
@@ -154,6 +162,11 @@ class _Planner(Ownership):
         """Whether a call can end a branch: of a BatchNorm that is taken out, or of a layer that is changed."""
         return call.norm in self.owned or call.norm in self.reached or (call.layer in self.roles and call.norm is None)
 
+    def _branch_scale(self, calls: list[Node], v: float) -> float | None:
+        """The scalar that a branch starts with which ends in these calls."""
+        scale = self.method.branch_scale(v)
+        return None if scale is None else scale * math.sqrt(min(self.smaller.get(c, 1.0) for c in calls))
+
     def _last_layers(self, end: Node) -> list[str]:
         """The layers that make what ends a branch."""
         calls = [end] if end.norm is None else self.owned.get(end.norm, [])
@@ -174,12 +187,12 @@ class _Planner(Ownership):
         factors = residual.fixup_factors(branches, self._last_layers) if self.method.zeroes else {}
         factors |= {name: (0.0, "starts at zero: the head") for name, (_, role) in self.roles.items() if role == "head"}
         for name, (call, role) in sorted(self.roles.items(), key=lambda item: item[1][0].index):
-            module, n, fed, before = self.modules[name], self.fan_in[name], feed(call), v[call.inputs[0]]
+            module, n, fed, before = self.modules[name], self.fan_in[name], feed(call, self.modules), v[call.inputs[0]]
             self.probes[name] = probe.layer(module, call.inputs[0].shape)
             why = self.kept[name]
             scale = None
             if call in ends:  # a branch end without a BatchNorm of its own
-                scale, role = self.method.branch_scale(before), "branch end"
+                scale, role = self._branch_scale([call], before), "branch end"
             action = "keep" if why else self.method.weights
             starts = self.init is not None and self.given.get(name) != "frozen"
             ways = Ways(self.probes[name], self._has_weight(name), self._inside(name))
@@ -272,7 +285,7 @@ class _Planner(Ownership):
                 self.plan.norms.append(NormStep(name, kind, "unused", becomes, why=why, groups=groups, **rest))
                 continue
             variance = v[calls[0].inputs[0]]
-            scale = self.method.branch_scale(variance) if any(c in ends for c in calls) else None
+            scale = self._branch_scale(calls, variance) if any(c in ends for c in calls) else None
             step = self._owned_step if name in self.owned else self._pre_step
             if self.method.instead == "group":
                 rest["groups"] = groups = self._groups(module, shape, probed.channel_dim)
@@ -328,6 +341,7 @@ class _Planner(Ownership):
         if scale is not None:
             rule = {"sqrt": "1/sqrt(v)", "linear": "1/v"}.get(str(self.method.residual), f"{scale:g}")
             why = f"ends a residual branch: scalar {rule}"
+            why += f", times sqrt({attention.VARIANCE:g}): attention" if any(c in self.smaller for c in calls) else ""
         if scale is not None and not (alone and layer.action in _DONE and self.probes[layer.name].scales):
             if foldable and self.method.scales_bias:
                 layers[layer.name] = dataclasses.replace(layer, beta_from=name)
@@ -407,9 +421,10 @@ class _Planner(Ownership):
             behind = 0
             for call, _ in self.roles.values():
                 behind |= call.ancestors
-            why = without_formula((n for n in self.graph.nodes if behind >> n.index & 1), self.roles, v)
             kept = [f"no formula for the weights of {n}, which stay ({reason})" for n, reason in self.given.items()]
-            why = kept[0] if kept else why
+            centring = {n for n in self.roles if self.method.weights in _DONE and not self.kept[n]} | self.left
+            nodes = (n for n in self.graph.nodes if behind >> n.index & 1)
+            why = kept[0] if kept else without_formula(nodes, self.roles, v, self.modules, centring)
             self.plan.init = "calibrate" if why else "theory"
             self.plan.init_why = why or "every operation on the way has a formula"
         else:

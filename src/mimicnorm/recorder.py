@@ -44,6 +44,7 @@ class Recorder(TorchFunctionMode):
         self.parameter_names: dict[int, list[str]] = {}  # in order: tied weights have several names
         for name, t in state.items():
             self.parameter_names.setdefault(id(t), []).append(name)
+        self.storages = {name: storage_of(t) for name, t in state.items()}
         self.sources = {key: set(names) for key, names in self.parameter_names.items()}  # parameters behind a constant
         self.tainted: dict[int, tuple[Tensor, tuple[Node, ...]]] = {}  # made from data where no function was seen
         self.known: dict[int, tuple[Tensor, Node]] = {}
@@ -108,9 +109,13 @@ class Recorder(TorchFunctionMode):
                 self.alias(t)
             return result
         kind = kind_of(name, len(inputs))
-        extra = self.layer_call(func, args, kwargs) if kind is Kind.LAYER else {}
-        if kind in (Kind.ACTIVATION, Kind.SUM):
+        extra: dict[str, Any] = self.layer_call(func, args, kwargs) if kind is Kind.LAYER else {}
+        if kind is Kind.LAYER and func in LINEAR_CALLS:
+            extra["settings"] = {"op": LINEAR_CALLS[func](*args, **kwargs).op}
+        if kind in (Kind.ACTIVATION, Kind.SUM, Kind.PAD):
             extra = {"settings": _settings(args, kwargs)}
+        if kind in (Kind.ACTIVATION, Kind.CONSTANT):
+            extra["constants"] = self.constants(pytree.tree_leaves((args, kwargs)))
         if kind is Kind.SUM and (first := flow.shifted(inputs, outputs[0].shape, self.layers)) is not None:
             kind, inputs = Kind.CONSTANT, (first, *(n for n in inputs if n is not first))
         if name == "setitem" and mutated:
@@ -125,6 +130,13 @@ class Recorder(TorchFunctionMode):
             if id(t) not in seen and not (any(t is u for u in tensors) and self.node(t) is not None):
                 self.add(t, name, kind, inputs, **extra)
         return result
+
+    def constants(self, operands: list[Any]) -> tuple[float | str | None, ...]:
+        """The numbers among a call's operands, and the parameter or buffer that each tensor beside the data shows."""
+        tensors = [t for t in operands if isinstance(t, Tensor) and self.node(t) is None]
+        names = [min(self.sources.get(id(t), ()), default="") for t in tensors]  # tied ones are the same tensor
+        views = [n if self.storages.get(n) == storage_of(t) else None for t, n in zip(tensors, names, strict=True)]
+        return (*(float(c) for c in operands if type(c) in (int, float)), *views)
 
     def batch_norm(self, func: Any, args: tuple, kwargs: dict) -> Any:
         x = args[0] if args else kwargs["input"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from mimicnorm import flow
@@ -19,12 +19,14 @@ class Branch:
         layers: The weight layers on it, but those of gates.
         beside_skip: Whether the sum has a skip at all.
         wakes: Whether a branch that starts at zero would get a gradient: not so if a ReLU comes after its end.
+        path: Bit set of the nodes on it.
     """
 
     ends: tuple[Node, ...]
     layers: tuple[str, ...]
     beside_skip: bool
     wakes: bool
+    path: int = 0
 
 
 def branches(graph: Graph, is_end: Callable[[Node], bool], gates: set[str]) -> list[Branch]:
@@ -37,8 +39,15 @@ def branches(graph: Graph, is_end: Callable[[Node], bool], gates: set[str]) -> l
             if ends:
                 calls = (n for n in graph.nodes if n.layer is not None and own >> n.index & 1)
                 layers = tuple(dict.fromkeys(n.layer for n in calls if n.layer is not None and n.layer not in gates))
-                found.append(Branch(ends, layers, s.carrier is not None, not flow.ends_flat(operand)))
+                found.append(Branch(ends, layers, s.carrier is not None, not flow.ends_flat(operand), own))
     return found
+
+
+def ends_around(nodes: Iterable[Node], found: Iterable[Branch]) -> set[Node]:
+    """The calls that end the innermost branch around each node, of nodes that are on a branch."""
+    by_length = sorted(found, key=lambda branch: branch.path.bit_count())
+    innermost = (next((b for b in by_length if b.path >> node.index & 1), None) for node in nodes)
+    return {end for branch in innermost if branch is not None for end in branch.ends}
 
 
 def fixup_factors(found: Iterable[Branch], last: Callable[[Node], Iterable[str]]) -> dict[str, tuple[float, str]]:
@@ -67,6 +76,7 @@ def variance(
     behind: Callable[[float], float],
     resets: Callable[[Node], bool],
     gates: bool = False,
+    smaller: Mapping[Node, float] | None = None,
 ) -> dict[Node, float]:
     """Predicted variance before each activation: 1 after inputs and norms; added at sums, averaged at concats.
 
@@ -76,6 +86,7 @@ def variance(
         behind: The variance behind a branch's scalar, given the one before it.
         resets: Whether a call makes its output of variance 1 whatever it is given.
         gates: Whether to count a sigmoid's gate as the factor of 1/2 that it starts near.
+        smaller: Factors on the variance of ends that start smaller than the others.
     """
     v: dict[Node, float] = {}
     for node in graph.nodes:
@@ -97,5 +108,5 @@ def variance(
         else:
             v[node] = 1.0 if resets(node) else before[0]
         if node in ends:
-            v[node] = behind(v[node])
+            v[node] = behind(v[node]) * (smaller or {}).get(node, 1.0)
     return v

@@ -178,3 +178,46 @@ def test_a_gain_needs_no_slope():
 def test_a_function_in_float32_is_told_so():
     with pytest.raises(TheoryError, match="computes in float32"):
         gain(lambda x: torch.tanh(x.float()))
+
+
+def test_a_prelu_with_a_slope_per_channel_averages_moments_not_slopes():
+    module = nn.PReLU(3)
+    with torch.no_grad():
+        module.weight.copy_(torch.tensor([-1.0, 0.3, 1.0]))
+    stats = activation_stats(module)
+    each = [activation_stats("prelu", negative_slope=a) for a in module.weight.tolist()]  # as rounded to float32
+    mean, second = (sum(getattr(s, name) for s in each) / 3 for name in ("mean", "second_moment"))
+    assert stats.mean == pytest.approx(mean, rel=1e-12)
+    assert stats.second_moment == pytest.approx(second, rel=1e-12)
+    assert stats.variance == pytest.approx(second - mean**2, rel=1e-12)
+    assert stats.chi1 * stats.variance == pytest.approx(sum(s.chi1 * s.variance for s in each) / 3, rel=1e-12)
+    linear = sum(s.tbar_slope_at_zero * s.variance for s in each) / 3
+    assert stats.tbar_slope_at_zero * stats.variance == pytest.approx(linear, rel=1e-12)
+    # a layer behind it, by sampling
+    z = torch.randn(3, 400_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    y = torch.where(z > 0, z, module.weight.detach().double()[:, None] * z)
+    assert gain(module, "plain") == pytest.approx(float(y.square().mean()) ** -0.5, rel=5e-3)
+    assert gain(module) == pytest.approx(float(y.var()) ** -0.5, rel=5e-3)
+
+
+def test_slopes_of_minus_one_and_one_keep_the_second_moment():
+    module = nn.PReLU(2)
+    with torch.no_grad():
+        module.weight.copy_(torch.tensor([-1.0, 1.0]))
+    assert activation_stats(module).rms == pytest.approx(1.0, abs=1e-12)
+
+
+@pytest.mark.parametrize("slope", [-1.0, 0.0, 0.25, 1.0])
+def test_equal_slopes_are_one_slope(slope):
+    several, one = activation_stats(nn.PReLU(5, init=slope)), activation_stats("prelu", negative_slope=slope)
+    for name in ("mean", "second_moment", "variance", "sd", "rms", "chi1", "tbar_slope_at_zero", "variance_slope"):
+        assert getattr(several, name) == pytest.approx(getattr(one, name), rel=1e-12, abs=1e-12)
+
+
+def test_a_prelu_with_several_slopes_is_refused_where_one_function_is_needed():
+    module = nn.PReLU(2)
+    with torch.no_grad():
+        module.weight.copy_(torch.tensor([0.1, 0.4]))
+    with pytest.raises(TheoryError, match=r"2 different slopes.*pass one slope"):
+        resolve(module)
+    assert resolve(nn.PReLU(4)).parameters == (("negative_slope", 0.25),)

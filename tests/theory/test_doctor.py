@@ -42,6 +42,57 @@ def test_each_leaf_call_is_measured_in_order():
     assert all(layer.gradient > 0 for layer in signal.layers)
 
 
+class Tokens(nn.Module):
+    """Patches of a picture as tokens: channels first, then last, then first again."""
+
+    def __init__(self):
+        super().__init__()
+        self.patches, self.drop = nn.Conv2d(3, 6, 2, stride=2), nn.Identity()
+        self.linear, self.norm, self.act = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh()
+
+    def forward(self, x):
+        x = self.drop(self.patches(x).flatten(2).transpose(1, 2))  # (batch, 9 positions, 6 channels)
+        x = self.linear(x)
+        return self.act(x + self.norm(x.transpose(1, 2)).transpose(1, 2))
+
+
+def test_channels_are_those_of_the_layer_that_made_the_output():
+    torch.manual_seed(0)
+    model, x = Tokens(), torch.randn(8, 3, 6, 6) + 1
+    with torch.no_grad():
+        patches = model.patches(x)
+        tokens = patches.flatten(2).transpose(1, 2)
+        h = model.linear(tokens)
+        normed = model.norm(h.transpose(1, 2))
+        out = torch.tanh(h + normed.transpose(1, 2))
+    expected = {
+        "patches": (patches, (0, 2, 3)),
+        "drop": (tokens, (0, 1)),
+        "linear": (h, (0, 1)),
+        "norm": (normed, (0, 2)),
+        "act": (out, (0, 1)),
+    }
+    for layer in propagate(model, x).layers:
+        y, positions = expected[layer.name]
+        share = float(y.mean(positions).square().mean() / y.square().mean())
+        assert layer.channel_mean_share == pytest.approx(share, rel=1e-4, abs=1e-9), layer.name
+
+
+def test_channels_of_sequences_and_single_pictures():
+    torch.manual_seed(0)
+    x = torch.randn(4, 7, 3) + 1
+    rnn = nn.GRU(3, 5, batch_first=True)
+    with torch.no_grad():
+        y = rnn(x)[0]
+    expected = float(y.mean((0, 1)).square().mean() / y.square().mean())
+    assert propagate(rnn, x).layers[0].channel_mean_share == pytest.approx(expected, rel=1e-4)
+    conv, picture = nn.Conv2d(3, 5, 3), torch.randn(3, 6, 6) + 1  # no batch: channels come first
+    with torch.no_grad():
+        y = conv(picture)
+    expected = float(y.mean((1, 2)).square().mean() / y.square().mean())
+    assert propagate(conv, picture).layers[0].channel_mean_share == pytest.approx(expected, rel=1e-4)
+
+
 def test_gradients_survive_in_place_activations():
     # the same network with and without inplace must read the same, before and after the activation
     torch.manual_seed(0)

@@ -200,7 +200,13 @@ def _of_module(module: nn.Module) -> Activation | None:
     if isinstance(module, nn.GELU):
         return _named("gelu" if module.approximate == "none" else "gelu_tanh", {})
     if isinstance(module, nn.PReLU):
-        return _named("prelu", {"negative_slope": float(module.weight.detach().mean())})
+        slopes = module.weight.detach().unique().tolist()
+        if len(slopes) > 1:
+            raise TheoryError(
+                f"a PReLU with {len(slopes)} different slopes is not one function of a number: activation_stats and "
+                "gain average over its channels, but here pass one slope, as nn.PReLU(init=a)."
+            )
+        return _named("prelu", {"negative_slope": slopes[0]})
     name = type(module).__name__.lower().replace("leakyrelu", "leaky_relu")
     if name not in _REGISTRY:
         return None
@@ -297,13 +303,31 @@ class ActivationStats:
 def activation_stats(activation: Any, kinks: Iterable[float] | None = None, **parameters: float) -> ActivationStats:
     """Compute the moments of an activation under N(0, 1) by quadrature split at its kinks.
 
+    Of an ``nn.PReLU`` with a slope per channel, moments are those of a channel drawn at random.
+
     Args: as for `resolve`.
 
     Example:
         >>> round(activation_stats("relu").chi1, 6)
         1.466942
     """
+    if isinstance(activation, nn.PReLU) and type(activation).__module__.startswith("torch.nn") and not parameters:
+        return prelu_stats(activation.weight)
     return _stats(resolve(activation, kinks, **parameters))
+
+
+def prelu_stats(slopes: Any) -> ActivationStats:
+    """Compute the moments of a PReLU with one slope per channel, averaged over its channels, in closed form.
+
+    Example:
+        >>> prelu_stats([-1.0, 1.0]).rms, round(prelu_stats([0.0]).rms, 4)  # the mean slope, 0, would be wrong
+        (1.0, 0.7071)
+    """
+    a = reals("the slopes of a PReLU", slopes)
+    mean, second = float((1 - a).mean()) / math.sqrt(2 * math.pi), float((1 + a**2).mean()) / 2  # also of the slope
+    variance, linear = second - mean**2, float((1 + a).square().mean()) / 4  # linear: E[phi']^2
+    sd, rms = math.sqrt(variance), math.sqrt(second)
+    return ActivationStats(mean, second, variance, sd, rms, second / variance, linear / variance, variance_slope=1.0)
 
 
 @lru_cache(maxsize=256)

@@ -10,11 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import type_before_parametrizations
 
 from .arguments import running, whole
 from .errors import TheoryError
 from .unchanged import unchanged
+
+_CHANNELS_LAST = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RNNBase)
 
 
 @dataclass
@@ -27,7 +31,8 @@ class LayerSignal:
         mean: over all elements.
         variance: over all elements.
         channel_mean_share: share of the second moment that is the channels' means over batch and positions: near 1 all
-            inputs look alike, 0 after BatchNorm.
+            inputs look alike, 0 after BatchNorm. Channels lie last behind a linear layer, before the positions behind
+            a convolution.
         correlation: mean over sample pairs of the cosine of their flattened outputs, the NNGP's rho; NaN for one
             sample.
         gradient: Frobenius norm of the gradient by this output, or NaN when none reached it.
@@ -108,12 +113,14 @@ def propagate(
         raise TheoryError(f"loss must map the model's output to one number, as a tensor, not be {loss!r}.")
     layers: list[LayerSignal] = []
     names = {module: name for name, module in model.named_modules()}
+    channels = _Channels()
 
     def measure(module: nn.Module, _inputs: Any, output: Any) -> None:
         h = _first_tensor(output)
         if h is None or h.dim() == 0:
             return
-        layer = _measure(names[module], type_before_parametrizations(module).__name__, h, pairs, rng)
+        kind = type_before_parametrizations(module).__name__
+        layer = _measure(names[module], kind, h, channels.dimension(module, h), pairs, rng)
         layers.append(layer)
         if h.requires_grad:
             # by hook, not by keeping h: an in-place activation after this layer overwrites it
@@ -192,12 +199,41 @@ def _random_projection(output: Any, rng: torch.Generator) -> Tensor:
     return (y * (direction / direction.norm()).to(y)).sum()
 
 
-def _measure(name: str, kind: str, h: Tensor, pairs: int, rng: torch.Generator) -> LayerSignal:
+class _Channels:
+    """Where the channels of an output lie: last behind a linear layer, before the positions behind a convolution.
+
+    What neither of them made (activations, dropout, layer norms) keeps the dimension of the layer before it: of the
+    latest of the same shape, or else the dimension of the latest layer's width.
+    """
+
+    def __init__(self) -> None:
+        self.dimensions: dict[torch.Size, int] = {}
+        self.width = 0
+
+    def dimension(self, module: nn.Module, h: Tensor) -> int:
+        """Return the dimension of the channels in what a module put out."""
+        if isinstance(module, _CHANNELS_LAST):
+            return self._note(h, h.dim() - 1)
+        if isinstance(module, _ConvNd):
+            return self._note(h, h.dim() - 1 - len(module.kernel_size))
+        if isinstance(module, (_NormBase, nn.GroupNorm)):
+            return self._note(h, min(1, h.dim() - 1))
+        if h.shape in self.dimensions:
+            return self.dimensions[h.shape]
+        fitting = [d for d in range(1, h.dim()) if h.shape[d] == self.width]
+        return fitting[0] if len(fitting) == 1 else min(1, h.dim() - 1)
+
+    def _note(self, h: Tensor, dimension: int) -> int:
+        self.dimensions[h.shape], self.width = dimension, h.shape[dimension]
+        return dimension
+
+
+def _measure(name: str, kind: str, h: Tensor, channels: int, pairs: int, rng: torch.Generator) -> LayerSignal:
     with torch.no_grad():
         h = h.detach().to(torch.float64 if h.device.type == "cpu" else torch.float32)
         flat = h.flatten(1) if h.dim() > 1 else h[:, None]
         second = float((h**2).mean())
-        by_channel = h.transpose(0, 1).flatten(1) if h.dim() > 1 else h[None]
+        by_channel = h.movedim(channels, 0).flatten(1) if h.dim() > 1 else h[None]
         shared = float((by_channel.mean(1) ** 2).mean()) / second if second > 0 else math.nan
         correlation = math.nan
         if len(flat) > 1:
