@@ -201,7 +201,7 @@ def test_conversion_takes_two_passes():
     once = model.forward
     model.forward = lambda *args: passes.append(args) or once(*args)
     convert_(model, SMALL, example=(2, 3, 8, 8), init="theory")
-    assert len(passes) == 2  # one to plan, one to see that the result runs and mixes no samples
+    assert len(passes) == 2  # one to plan, one to see that the result does the same and mixes no samples
 
 
 def test_inference_mode_is_refused_in_one_sentence():

@@ -115,6 +115,21 @@ NOT_CLASSES = {
         r"output 0 \(4, 3, 16, 16\) is like its input",
     ),
     "denoiser": (Heads(lambda m, x, y: x - m.out(y), out=nn.Conv2d(8, 3, 1)), "output 0 is added to the input"),
+    "a score averaged over channels": (
+        Heads(lambda m, x, y: m.map(y).flatten(1).mean(1), map=nn.Conv2d(8, 16, 1)),
+        r"output 0 \(4,\) has fewer values than 'map' has outputs",
+    ),
+    "a sum with what has no head": (
+        Heads(lambda m, x, y: m.out(y) + y, out=nn.Conv2d(8, 8, 1)),
+        "only a part of output 0 is made by a head",
+    ),
+    "pyramid whose top is read on": (
+        Heads(
+            lambda m, x, y: ((t := m.top(F.avg_pool2d(y, 4))), m.out(F.avg_pool2d(y, 2) + F.interpolate(t, size=4))),
+            **{"top": nn.Conv2d(8, 8, 1), "out": nn.Conv2d(8, 6, 1)},
+        ),
+        "maps of different sizes",
+    ),
     "upsampled residual": (
         Heads(lambda m, x, y: F.interpolate(x, scale_factor=0.5) + m.out(F.avg_pool2d(y, 2)), out=nn.Conv2d(8, 3, 1)),
         "output 0 is added to the input",
@@ -186,3 +201,30 @@ def test_a_regression_is_refused_rather_than_ruined():
     """Targets around 50 with a last BN on them: nothing could be learnt."""
     model = Heads(lambda m, x, y: m.fc(pooled(y)), fc=nn.Linear(8, 1))
     assert not mn.plan(model, mn.MimicNorm(), example=(4, 3, 8, 8)).ok
+
+
+class Beside(nn.Module):
+    """Class scores beside inputs of their shape: one-hot targets, a condition; or made of as many tokens."""
+
+    def __init__(self, tokens: bool):
+        super().__init__()
+        self.embed = nn.Embedding(50, 8) if tokens else nn.Linear(6, 8)
+        self.norm, self.fc = nn.BatchNorm1d(8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor, y: Tensor | None = None):
+        h = self.embed(x)
+        logits = self.fc(self.norm(h.mean(1) if h.dim() == 3 else h).relu())
+        return logits if y is None else (logits, -(y * logits.log_softmax(1)).sum(1).mean())
+
+
+def test_targets_conditions_and_tokens_are_not_what_is_reconstructed():
+    one_hot = F.one_hot(torch.arange(4), 5).float()
+    mn.plan(Beside(False), mn.MimicNorm(), example=(torch.randn(4, 6), one_hot)).require()
+    mn.plan(Beside(True), mn.LastBN(), example=(torch.randint(50, (4, 5)),)).require()
+
+
+def test_a_norm_on_the_outputs_may_stay_as_the_last_one():
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 5), nn.BatchNorm1d(5))
+    (refusal,) = mn.plan(model, mn.MimicNorm(), example=(4, 6)).refusals
+    assert "last_norm=False and where=lambda module, name: name != '4'" in refusal.remedy
+    mn.plan(model, mn.MimicNorm(last_norm=False), example=(4, 6), where=lambda module, name: name != "4").require()

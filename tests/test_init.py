@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import invariants
 import nets
 import pytest
 import torch
@@ -259,3 +260,52 @@ def test_a_head_with_a_last_norm_of_its_own_is_refused():
     model[4].last_norm = nn.Identity()
     with pytest.raises(RefusedError, match="4: has an attribute 'last_norm' of its own"):
         convert_(model, SMALL, example=(4, 8, 8, 8))
+
+
+class Equalised(nn.Conv2d):
+    """Scales its weight in its own forward."""
+
+    def forward(self, x):
+        return self._conv_forward(x, self.weight * (2 / self.weight[0].numel()) ** 0.5, self.bias)
+
+
+class FaintBias(nn.Conv2d):
+    """Scales its bias in its own forward."""
+
+    def forward(self, x):
+        return self._conv_forward(x, self.weight, self.bias * 0.01)
+
+
+class Octave(nn.Conv2d):
+    """Works on two maps at once."""
+
+    def forward(self, pair):
+        return tuple(self._conv_forward(t, self.weight, self.bias) for t in pair)
+
+
+class OctaveNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.a, self.b = Octave(8, 8, 3), nn.BatchNorm2d(8), nn.BatchNorm2d(8)
+        self.fc = nn.Linear(16, 4)
+
+    def forward(self, x):
+        a, b = self.conv((x, nn.functional.avg_pool2d(x, 2)))
+        return self.fc(torch.cat([self.a(a).relu().mean((2, 3)), self.b(b).relu().mean((2, 3))], 1))
+
+
+def test_a_forward_of_ones_own_has_no_formula():
+    blocks = [m for _ in range(4) for m in (Equalised(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())]
+    model = nn.Sequential(*blocks, nn.Conv2d(8, 4, 1))
+    report = convert_(model, NoNorm(), example=(4, 8, 8, 8))
+    assert (report.init, report.init_why) == ("calibrate", "no formula for the forward of 0 (Equalised)")
+    assert variances(model, ["9"], torch.randn(32, 8, 8, 8))["9"] == pytest.approx(1, rel=0.3)
+
+
+def test_a_beta_joins_only_a_bias_that_is_added():
+    model = nn.Sequential(FaintBias(8, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(288, 4))
+    invariants.surgery_removes_normalisation_and_nothing_else(model, torch.randn(4, 8, 8, 8))
+
+
+def test_a_layer_that_returns_several_tensors_is_calibrated():
+    convert_(OctaveNet(), NoNorm(), example=torch.randn(4, 8, 12, 12), init="calibrate")

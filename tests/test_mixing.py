@@ -56,6 +56,8 @@ MIXING = {
     "rolled": Apply(lambda x: x + x.roll(1, 0)),
     "flipped": Apply(lambda x: x + x.flip(0)),
     "shuffled": Apply(lambda x: x + x[torch.randperm(len(x))]),
+    "first": Apply(lambda x: x - x[:1]),
+    "last": Apply(lambda x: x - x[-1:]),
     "sliced": Apply(lambda x: x + torch.cat([x[1:], x[:1]])),
     "cumulative": Apply(lambda x: x.cumsum(0)),
     "covariance": Apply(lambda x: (x.flatten(1) @ (x.flatten(1).T @ x.flatten(1))).view_as(x)),
@@ -291,3 +293,12 @@ def test_no_suspicion_against_the_networks_people_use(name: str):
         model = zoo.timm().create_model(name)
     size = model.default_cfg["input_size"]
     assert mixing.watch(model, (2, *size), Graph())[1] == {}
+
+
+@pytest.mark.parametrize("samples", range(2, 14))
+def test_samples_that_stay_see_others_through_every_flip(samples: int):
+    shared = mixing._shared(samples)
+    assert 0 < shared.sum() < samples
+    assert not shared[0]
+    assert not (shared & shared.flip(0))[torch.arange(samples) != (samples - 1) / 2].any()
+    assert samples < 3 or not shared[-1]

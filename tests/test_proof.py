@@ -120,6 +120,88 @@ def test_code_that_reads_statistics_is_refused_in_the_plan():
     assert "does not run any more (AttributeError" in str(planned.refusals[0])
 
 
+NUMBERS = {
+    "factor": lambda x, hit: x * (0.1 if hit else 1.0),
+    "shift": lambda x, hit: x + (1.0 if hit else 0.0),
+    "roll": lambda x, hit: x.roll(int(hit), 2),
+    "slice": lambda x, hit: x[..., int(hit) :],
+    "slope": lambda x, hit: F.leaky_relu(x, 0.3 if hit else 0.1),
+}
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_number_that_depends_on_the_class_is_refused(number: str):
+    model = Stack(lambda layer, x: NUMBERS[number](layer(x), isinstance(layer, nn.BatchNorm2d)))
+    invariants.refuses(model, mn.NoNorm(), example=IMAGE, match="takes another path")
+    exact = Stack(lambda layer, x: NUMBERS[number](layer(x), type(layer) is nn.Conv2d))
+    invariants.refuses(exact, mn.MimicNorm(min_fan_in=1), example=IMAGE, match="takes another path")
+
+
+class InEvaluation(nn.Sequential):
+    def forward(self, x):
+        for layer in self:
+            x = layer(x)
+            if not self.training and isinstance(layer, nn.BatchNorm2d):
+                x = x * 5
+        return x
+
+
+class Fuses(nn.Module):
+    """Folds its norm into its layer in evaluation mode."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        if self.training:
+            return self.fc(F.relu(self.norm(self.conv(x))).mean((2, 3)))
+        gain = self.norm.weight / (self.norm.running_var + self.norm.eps).sqrt()
+        y = F.conv2d(x, self.conv.weight * gain[:, None, None, None], self.norm.bias - self.norm.running_mean * gain)
+        return self.fc(F.relu(y).mean((2, 3)))
+
+
+def test_what_happens_in_evaluation_mode_only_is_proved_too():
+    tail = (nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
+    model = InEvaluation(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), *tail)
+    invariants.refuses(model, mn.MimicNorm(), example=IMAGE, match="takes another path")
+    invariants.refuses(Fuses(), mn.NoNorm(), example=IMAGE, match="does not run any more .AttributeError")
+
+
+class AttributeDict(dict):
+    __getattr__ = dict.__getitem__
+
+
+class Slots:
+    __slots__ = ("logits",)
+
+    def __init__(self, logits):
+        self.logits = logits
+
+
+class Returns(nn.Module):
+    def __init__(self, wrap):
+        super().__init__()
+        self.net, self.wrap = Stack(turned), wrap
+
+    def forward(self, x):
+        return self.wrap(self.net(x))
+
+
+@pytest.mark.parametrize("wrap", [lambda y: AttributeDict(logits=y), Slots, lambda y: [AttributeDict(a=[y])]])
+def test_outputs_in_a_class_of_ones_own_are_seen(wrap):
+    invariants.refuses(Returns(wrap), mn.NoNorm(), example=IMAGE, match="takes another path")
+    model = Returns(wrap)
+    model.net.step = lambda layer, x: layer(x)
+    assert [h.name for h in mn.plan(model, mn.MimicNorm(), example=IMAGE).heads] == ["net.fc"]
+
+
+def test_outputs_that_cannot_be_seen_are_noted():
+    model = Returns(lambda y: lambda: y)
+    model.net.step = lambda layer, x: layer(x)
+    assert any("no tensor is seen" in note for note in mn.plan(model, mn.NoNorm(), example=IMAGE).notes)
+
+
 class ByForward(nn.Module):
     """Calls its layers past their hooks."""
 
@@ -164,6 +246,28 @@ def test_where_values_decide_the_path_a_note_says_so():
     planned = mn.plan(ReadsValues(), mn.MimicNorm(), example=IMAGE)
     assert planned.ok
     assert any("control flow reads values" in note for note in planned.notes)
+
+
+class ReadsValuesInVain(Stack):
+    """Values are read, but it is the class that decides."""
+
+    def forward(self, x):
+        if float(x.abs().max()) > 1e6:
+            raise ValueError("not normalised")
+        return super().forward(x)
+
+
+def test_values_that_decide_nothing_excuse_nothing():
+    invariants.refuses(ReadsValuesInVain(turned), mn.NoNorm(), example=IMAGE, match="takes another path")
+    mn.convert(ReadsValuesInVain(lambda layer, x: layer(x)), mn.NoNorm(), example=IMAGE)
+
+
+def test_the_state_of_a_spectral_norm_does_not_move():
+    model = Stack(lambda layer, x: layer(x))
+    nn.utils.parametrizations.spectral_norm(model.body[0])
+    before = copy.deepcopy(model.state_dict())
+    mn.plan(model, mn.NoNorm(), example=IMAGE, init=None).require()
+    assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
 
 def test_a_rehearsal_leaves_no_trace():

@@ -257,3 +257,9 @@ def test_meta_and_shared_modules():
 )
 def test_names(name, plain):
     assert canonical(name) == plain
+
+
+def test_a_nested_tensor_is_refused_in_words():
+    rows = torch.nested.nested_tensor([torch.randn(3, 4), torch.randn(5, 4)], layout=torch.jagged)
+    with pytest.raises(ExampleError, match="nested tensor, which cannot be recorded: give a padded one"):
+        record(nn.Linear(4, 4), (rows,))

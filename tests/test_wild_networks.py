@@ -353,8 +353,11 @@ class Dueling(nn.Module):
         return self.value(h) + advantage - advantage.mean(1, keepdim=True)
 
 
-def test_both_heads_of_a_dueling_network_are_found():
-    assert {h.name for h in plan(Dueling(), SMALL, example=(4, 12)).heads} == {"value", "advantage"}
+def test_a_dueling_network_makes_values_and_not_class_scores():
+    with pytest.raises(RefusedError, match="different numbers of outputs"):
+        plan(Dueling(), SMALL, example=(4, 12)).require()
+    named = plan(Dueling(), SMALL, example=(4, 12), head=["value", "advantage"])
+    assert {h.name for h in named.heads} == {"value", "advantage"}
 
 
 class Levels(nn.Module):
@@ -368,7 +371,7 @@ class Levels(nn.Module):
 
 
 def test_a_head_that_runs_several_times_is_noted():
-    notes = plan(Levels(), SMALL, example=IMAGE).notes
+    notes = plan(Levels(), SMALL, example=IMAGE, head="head").notes
     assert any("'head' runs 2 times" in note for note in notes)
     assert not any("times" in note for note in plan(plain(), SMALL, example=IMAGE).notes)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -66,16 +67,26 @@ def with_more_samples(example: Any) -> tuple[int, ...] | None:
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """Depth first through containers, dataclasses and objects with tensor attributes."""
+    """Depth first through containers, mappings of any class, dataclasses and objects with tensor attributes."""
     flat: list[Tensor] = []
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor):
             flat.append(leaf)
+        elif isinstance(leaf, Mapping):
+            flat += tensors_in(list(leaf.values()))
+        elif isinstance(leaf, (list, tuple)):  # of a class of somebody's own
+            flat += tensors_in(list(leaf))
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
             flat += tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
-        elif hasattr(leaf, "__dict__"):
-            flat += [t for t in pytree.tree_leaves(dict(vars(leaf))) if isinstance(t, Tensor)]
+        else:
+            slots = [s for cls in type(leaf).__mro__ for s in _names(getattr(cls, "__slots__", ()))]
+            attributes = {**{s: getattr(leaf, s, None) for s in slots}, **getattr(leaf, "__dict__", {})}
+            flat += [t for t in pytree.tree_leaves(attributes) if isinstance(t, Tensor)]
     return flat
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def is_shape(example: Any) -> bool:

@@ -22,6 +22,7 @@ class Node:
             map as ``op``, None for a convolution with ``padding="same"``.
         constants: What an activation, or an operation with a constant, was given beside data: numbers, names of the
             parameters and buffers that tensors are or are views of, None for any other tensor.
+        arguments: What the function was given beside data, in words: numbers, slices, names of parameters.
         layer: Qualified name of the weight layer, if this is its output.
         inside_module: Whether that layer's own forward made the call (not ``F.conv2d(x, layer.weight)``).
         derived_weight: Whether the weight was computed from the layer's parameters first.
@@ -41,6 +42,7 @@ class Node:
     where: str = ""
     settings: dict[str, Any] = field(default_factory=dict)
     constants: tuple[float | str | None, ...] = ()
+    arguments: tuple[str, ...] = ()
     layer: str | None = None
     inside_module: bool = True
     derived_weight: bool = False

@@ -43,11 +43,13 @@ class Heads:
         heads: The modules behind the model's outputs.
         problems: For each output without an evident head, why.
         not_classes: Why the outputs of these heads cannot all be class scores; None if they can.
+        last_norms: BatchNorms on the outputs themselves.
     """
 
     heads: list[Head] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     not_classes: str | None = None
+    last_norms: list[str] = field(default_factory=list)
 
 
 def find(graph: Graph) -> Heads:
@@ -59,6 +61,7 @@ def find(graph: Graph) -> Heads:
     goes_on = _before_layers(graph)
     for position, output in enumerate(graph.outputs):
         front, seen, pooled = [output], set(), False
+        before = (len(made), len(problems))
         while front:
             node = front.pop()
             if node in seen:
@@ -70,16 +73,19 @@ def find(graph: Graph) -> Heads:
             through = node.kind in _TO_HEAD or (node.op == "relu" and pooled)  # SqueezeNet: conv, relu, pool
             shifts = node.kind is Kind.CONSTANT and len(node.inputs) > 1  # value + advantage: two heads
             if through and not shifts and not read_on:
-                before = carried(node)
-                front += [before] if before is not None else []
+                passed = carried(node)
+                front += [passed] if passed is not None else []
             elif (shifts or node.kind in (Kind.SUM, Kind.CONCAT)) and not read_on:
                 if node.kind is Kind.SUM and any(walk_back(n, RESHAPED).kind is Kind.INPUT for n in node.inputs):
                     beside.append(f"output {position} is added to the input, as in a denoiser")
                 front += node.inputs
             elif node.kind is Kind.LAYER and (node.layer or node.made_by) and not read_on:
                 name = node.layer or node.made_by[0]
-                heads.setdefault(name, head_at(node, name))  # pyrefly: ignore  # at a layer it is evident
+                head = heads.setdefault(name, head_at(node, name))  # pyrefly: ignore  # at a layer it is evident
                 made.append((position, output))
+                loses = head is not None and output.shape[1:].numel() < head.outputs
+                if loses and not any(n.kind is Kind.SOFTMAX for n in seen):
+                    beside.append(f"output {position} {tuple(output.shape)} has fewer values than {name!r} has outputs")
             else:
                 problems.append(f"output {position} {tuple(output.shape)} {_no_head(node, read_on)}")
                 layer = walk_back(node, _TO_LAYER)
@@ -91,8 +97,12 @@ def find(graph: Graph) -> Heads:
                     beside.append(
                         f"output {position} comes from {layer.layer!r} through {node.op}: another kind of output"
                     )
+        if len(made) > before[0] and len(problems) > before[1]:
+            beside.append(f"only a part of output {position} is made by a head: {problems[-1]}")
     reasons = [*beside, *_shapes(graph, made), *_widths(list(heads.values()))]
-    return Heads(list(heads.values()), problems, reasons[0] if reasons else None)
+    ends = (walk_back(output, _TO_HEAD).norm for output in graph.outputs)
+    last_norms = [name for name in ends if name is not None]
+    return Heads(list(heads.values()), problems, reasons[0] if reasons else None, last_norms)
 
 
 def _widths(heads: list[Head]) -> list[str]:
@@ -110,14 +120,14 @@ def _widths(heads: list[Head]) -> list[str]:
 
 def _shapes(graph: Graph, outputs: list[tuple[int, Node]]) -> list[str]:
     """Why outputs of these shapes are not class scores."""
-    sizes = {tuple(node.shape[2:]) for _, node in outputs if len(node.shape) > 3}
+    sizes = {tuple(node.shape[2:]) for node in graph.outputs if len(node.shape) > 3}
     inputs = [n for n in graph.nodes if n.kind is Kind.INPUT]
     full = any(tuple(n.shape[2:]) in sizes for n in inputs)  # with one other: segmentation and an auxiliary head
     if len(sizes) > 2 or (len(sizes) == 2 and not full):
         listed = ", ".join(" x ".join(map(str, size)) for size in sorted(sizes, reverse=True))
         return [f"the outputs are maps of different sizes ({listed}), as in a feature pyramid"]
     for position, node in outputs:
-        for given in inputs:
+        for given in (n for n in inputs[:1] if n.dtype.is_floating_point):  # others may be targets or conditions
             same = len(node.shape) > 1 and node.shape[0] == given.shape[0] and node.shape.numel() == given.shape.numel()
             if same or _enlarges(node, given):
                 shapes = f"{tuple(node.shape)} is like its input {tuple(given.shape)}"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mimicnorm.errors import ExampleError, InitError
-from mimicnorm.example import call_arguments, describe, with_more_samples
+from mimicnorm.example import call_arguments, describe, tensors_in, with_more_samples
 from mimicnorm.isolate import instead_of_forward, untouched
 from mimicnorm.layers import (
     FixupLayer,
@@ -147,15 +147,15 @@ def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
                 return output
             scaled.add(id(target))
             aim = targets.get(id(module), 1.0)
-            variance = float(output.float().var(correction=0)) / aim
+            variance = _variance(output) / aim
             if id(module) in gates:
                 variance /= _GATE_VARIANCE
                 if not 1 < variance < math.inf:
                     return output
-            _to_unit_variance(name, target, output.shape, variance)
+            _to_unit_variance(name, target, [tuple(t.shape) for t in tensors_in(output)], variance)
             again = forward(*args, **kwargs)
             if id(module) not in gates:
-                _read_back(name, float(again.float().var(correction=0)) / aim)
+                _read_back(name, _variance(again) / aim)
             return again
 
         return run
@@ -192,10 +192,16 @@ def _scalar(module: nn.Module) -> Tensor | None:
     return module.residual_scale if isinstance(module, _WITH_SCALAR) else None  # pyrefly: ignore
 
 
-def _to_unit_variance(name: str, target: Tensor, shape: torch.Size, variance: float) -> None:
+def _variance(output: Any) -> float:
+    """Of what a layer returns, which may be several tensors."""
+    values = [t.float().flatten() for t in tensors_in(output) if t.is_floating_point()]
+    return float(torch.cat(values).var(correction=0)) if values else math.nan
+
+
+def _to_unit_variance(name: str, target: Tensor, shapes: list[tuple[int, ...]], variance: float) -> None:
     if not (math.isfinite(variance) and variance > 0):
         raise InitError(
-            f"cannot calibrate {name}: the variance of its output {tuple(shape)} is {variance}. "
+            f"cannot calibrate {name}: the variance of its output {', '.join(map(str, shapes))} is {variance}. "
             "Give an example whose samples differ and are finite (real data is best)."
         )
     target.mul_(variance**-0.5)

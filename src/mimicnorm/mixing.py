@@ -207,7 +207,7 @@ def _changes(
 ) -> dict[str, float]:
     batched = [t.dim() > 0 and t.shape[0] == batch for t in tensors_in(call)]
     rows = torch.arange(samples) % batch
-    shared = torch.arange(samples) % 3 == (samples % 3 == 1)  # no flip and no short shift maps these to each other
+    shared = _shared(samples)
 
     def enough(t: Tensor) -> Tensor:
         return t[rows.to(t.device)]
@@ -232,6 +232,14 @@ def _changes(
         again = run(enough)
         found |= {n: math.nan for n in names if found[n] and _worst(first.get(n, []), again.get(n, [])) != 0}
     return found
+
+
+def _shared(samples: int) -> Tensor:
+    """Which samples stay: neither the first nor the last, which others may look at, and no two that a flip swaps."""
+    numbers = torch.arange(samples)
+    shared = (numbers % 3 == (samples % 3 > 0)) & (numbers > 0) & (numbers < samples - 1)
+    shared[samples // 2] |= ~shared.any()
+    return shared
 
 
 _Calls = dict[str, list[tuple[list[Tensor], list[Tensor]]]]  # by module, the shared samples in and out of every call

@@ -62,10 +62,10 @@ def _operate_on_layer(
     layer: nn.Module, step: LayerStep, betas: dict[str, Parameter | None], report: Report
 ) -> Parameter | None:
     """Change a layer; the beta that is to be added to the bias it has, if any."""
-    weight: Tensor = layer.weight  # pyrefly: ignore
 
     def new(name: str, value: float, size: int = 1) -> Parameter:
-        return _new(report, f"{step.name}.{name}", value, weight, weight.requires_grad, size)
+        like = _stored_weight(layer)
+        return _new(report, f"{step.name}.{name}", value, like, like.requires_grad, size)
 
     scale = new("residual_scale", step.scale) if step.scale is not None else None
     if step.action == "centre":
@@ -94,6 +94,12 @@ def _new(report: Report, name: str, value: float, like: Tensor, trains: bool, si
     return parameter
 
 
+def _stored_weight(layer: nn.Module) -> Parameter:
+    """What a layer's weight is, or is computed from: to compute that of a spectral norm would change its state."""
+    weight = layer._parameters.get("weight")
+    return weight if weight is not None else next(layer.parameters())
+
+
 def _outputs(layer: Any) -> int:
     return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
 
@@ -118,7 +124,7 @@ def _operate_on_norm(
             report.moved_parameters |= {f"{step.name}.{k}": f"{prefix}{k}" for k, _ in instead.named_parameters()}
     elif step.action in ("shift", "scale"):
         known = (beta, next(iter(norm.buffers()), None), torch.empty(0))
-        like: Any = owner.weight if owner is not None else next(t for t in known if t is not None)
+        like: Any = _stored_weight(owner) if owner is not None else next(t for t in known if t is not None)
         trains = owner is None or like.requires_grad
         scale = None
         if step.action == "scale":

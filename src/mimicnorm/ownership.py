@@ -98,6 +98,11 @@ class Ownership:
     def _are_class_scores(self, evident: heads.Heads) -> bool:
         """Whether a last BN fits the heads: on outputs that are not class scores, or not evident, it is refused."""
         remedy = 'Name the module that makes class scores with head="...", or convert without it: last_norm=False'
+        if evident.last_norms:
+            remedy += (
+                f". {evident.last_norms[0]!r} is a BatchNorm on the outputs: it can stay as the last BN, with "
+                f"last_norm=False and where=lambda module, name: name != {evident.last_norms[0]!r}"
+            )
         if not evident.heads:
             listed = "; ".join((*evident.problems[:3], *["..."][: len(evident.problems) > 3]))
             why = listed or "the output is not a tensor that depends on the input"

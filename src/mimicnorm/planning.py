@@ -23,7 +23,7 @@ from mimicnorm.gains import feed
 from mimicnorm.given_weights import given, notes_on_given
 from mimicnorm.graph import Graph, Node
 from mimicnorm.isolate import untouched
-from mimicnorm.layers import fan_in, group_count
+from mimicnorm.layers import fan_in, group_count, has_own_forward
 from mimicnorm.methods import GroupNormWS, Method, as_method
 from mimicnorm.ops import Kind
 from mimicnorm.ownership import Ownership
@@ -387,7 +387,7 @@ class _Planner(Ownership):
         channels = 1 if call.op.startswith("conv") else len(call.shape) - 1  # where the layer puts its outputs
         if beta is None or channels != 1 or beta.shape != call.shape[1:2] or beta.dtype != module.weight.dtype:
             return False
-        if own is None:
+        if own is None or not self.probes[layer].takes_bias:
             return self.probes[layer].takes_bias
         shared = sum(p is own for m in self.modules.values() for p in m._parameters.values()) > 1
         return own.requires_grad == beta.requires_grad and not shared  # else one would be frozen or trained by another
@@ -424,6 +424,11 @@ class _Planner(Ownership):
             kept = [f"no formula for the weights of {n}, which stay ({reason})" for n, reason in self.given.items()]
             centring = {n for n in self.roles if self.method.weights in _DONE and not self.kept[n]} | self.left
             nodes = (n for n in self.graph.nodes if behind >> n.index & 1)
+            kept += [
+                f"no formula for the forward of {n} ({step.kind})"
+                for n, step in ((step.name, step) for step in self.plan.layers)
+                if step.action == "keep" and has_own_forward(type(self.modules[n])) and not self.probes[n].centres
+            ]
             why = kept[0] if kept else without_formula(nodes, self.roles, v, self.modules, centring)
             self.plan.init = "calibrate" if why else "theory"
             self.plan.init_why = why or "every operation on the way has a formula"

@@ -8,22 +8,25 @@ takes another path once the class is gone. And no sample may see another.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import nn
 
 from mimicnorm import mixing
-from mimicnorm.errors import MimicNormError
 from mimicnorm.graph import Graph, Node
 from mimicnorm.isolate import snapshot
 from mimicnorm.layers import LastNorm
 from mimicnorm.operate import operate
 from mimicnorm.record import repeat
 from mimicnorm.steps import Plan, Refusal, Report
+
+_GIVEN_SHAPES = ("view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "as_strided")
 
 
 def prove(model: nn.Module, planned: Plan, graph: Graph, example: Any, allow_mixing: Collection[str]) -> None:
@@ -36,19 +39,60 @@ def prove(model: nn.Module, planned: Plan, graph: Graph, example: Any, allow_mix
         example: As for ``plan``.
         allow_mixing: Names of modules that may work across the batch, with all that is inside them.
     """
+    evaluated = _evaluated(model, planned, graph, example)
     with _rehearsed(model, planned):
-        after, suspects = _watched(model, graph, example)
-        if after is None or _changed_node(graph, after, planned) is not None:  # perhaps only for the batch size
-            try:
-                after = repeat(model, example, graph, follow=_called_directly(graph))
-            except MimicNormError as error:
-                _refuse_broken(planned, error)
-                return
-            changed = _changed_node(graph, after, planned)
-            if changed is not None and not _explain_change(planned, graph, changed):
-                return
-        if suspects:
+        watched, suspects = _watched(model, graph, example)
+        compared = [evaluated] if evaluated is not None else []
+        if watched is None or _changed_node(graph, watched, planned, same_batch=False) is not None:
+            compared.insert(0, graph)  # perhaps it differs for the batch size alone: the example's own decides
+        try:
+            pairs = [(b, repeat(model, example, b, follow=_called_directly(b))) for b in compared]
+        except Exception as error:
+            _refuse_broken(planned, error)
+            return
+        changes = [(*pair, node) for pair in pairs if (node := _changed_node(*pair, planned)) is not None]
+        if suspects and not changes:
             _judge(model, planned, example, suspects, allow_mixing)
+    if changes:
+        before, after, node = changes[0]
+        _explain_change(planned, node, not before.fake and _steered(model, planned, before, after, example))
+    elif not graph.outputs:
+        planned.notes.append("no tensor is seen in what the model returns, so it could not be compared")
+
+
+def _evaluated(model: nn.Module, planned: Plan, graph: Graph, example: Any) -> Graph | None:
+    """The network as it runs in evaluation mode, where the code around what is changed asks for the mode at all."""
+    changed = [step.name for step in (*planned.norms, *planned.layers, *planned.heads)]
+    around = {name.rsplit(".", i)[0] for name in changed for i in range(1, name.count(".") + 1)} | {""}
+    asks = any(_mentions(model.get_submodule(name), "training") for name in around)
+    with contextlib.suppress(Exception):
+        return (
+            repeat(model, example, Graph(fake=graph.fake, training=False, seed=graph.seed))
+            if asks and graph.training
+            else None
+        )
+    return None
+
+
+def _mentions(module: nn.Module, attribute: str) -> bool:
+    """Whether the code of a module's class, as far as it is not PyTorch's, names an attribute."""
+    classes = [cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.")]
+    methods = [value for holder in (module, *classes) for value in vars(holder).values() if callable(value)]
+    codes = [getattr(inspect.unwrap(method), "__code__", None) for method in methods]
+    return any(attribute in _names(code) for code in codes if code is not None)
+
+
+def _names(code: CodeType) -> set[str]:
+    inner = (c for c in code.co_consts if isinstance(c, CodeType))
+    return set(code.co_names).union(*map(_names, inner))
+
+
+def _steered(model: nn.Module, planned: Plan, like: Graph, after: Graph, example: Any) -> bool:
+    """Whether values explain another path: the network takes it, too, if only its norms pass on what they are given."""
+    with contextlib.suppress(Exception):
+        bare = repeat(model, example, like, follow=_called_directly(like), norms_pass=True)
+        return _changed_node(bare, after, planned) is None
+    return False
 
 
 @contextlib.contextmanager
@@ -88,14 +132,14 @@ def _called_directly(graph: Graph) -> set[str]:
 # -- the same graph, without its norms ---------------------------------------------------------------------------
 
 
-def _changed_node(before: Graph, after: Graph, planned: Plan) -> Node | None:
+def _changed_node(before: Graph, after: Graph, planned: Plan, same_batch: bool = True) -> Node | None:
     """The first operation of a converted network that the original did not do, or did and it does not; or None.
 
-    Two operations are the same if they have the same function, run in the same module and read the same. Norms that are
-    taken out count as their input, a call of a layer that is changed as one operation.
+    Two operations are the same if they have the same function and arguments, run in the same module and read the same.
+    Norms that are taken out count as their input, a call of a layer that is changed as one operation.
     """
     numbers: dict[tuple, int] = {}
-    first, second = (_numbered(graph, _Places(planned), numbers) for graph in (before, after))
+    first, second = (_numbered(graph, _Places(planned), numbers, same_batch) for graph in (before, after))
     taps = [{ids[n] for n in ids if n.tapped} for ids in (first, second)]
     outputs = [[ids[n] for n in graph.outputs] for graph, ids in ((before, first), (after, second))]
     if outputs[0] == outputs[1] and taps[0] == taps[1]:
@@ -137,7 +181,7 @@ class _Places:
         return None
 
 
-def _numbered(graph: Graph, places: _Places, numbers: dict[tuple, int]) -> dict[Node, int]:
+def _numbered(graph: Graph, places: _Places, numbers: dict[tuple, int], same_batch: bool) -> dict[Node, int]:
     """Give every operation a number that is equal for equal operations, in both graphs."""
     ids: dict[Node, int] = {}
     read: dict[Node, frozenset[int]] = {}  # by a changed module, up to this operation of it
@@ -145,7 +189,8 @@ def _numbered(graph: Graph, places: _Places, numbers: dict[tuple, int]) -> dict[
     for node in graph.nodes:
         place[node] = name = places.of(node)
         if name is None:
-            key: tuple = (node.op, node.where, *(ids[n] for n in node.inputs))
+            arguments = node.arguments if same_batch or node.op not in _GIVEN_SHAPES else ()
+            key: tuple = (node.op, node.where, arguments, *(ids[n] for n in node.inputs))
             if not node.inputs:  # the model's inputs, by their order
                 key = (*key, sum(not n.inputs and n.where == node.where for n in graph.nodes[: node.index]))
         else:
@@ -159,15 +204,14 @@ def _numbered(graph: Graph, places: _Places, numbers: dict[tuple, int]) -> dict[
     return ids
 
 
-def _explain_change(planned: Plan, graph: Graph, changed: Node) -> bool:
-    """Refuse a network that takes another path once converted; True if values may be the reason, which is noted."""
+def _explain_change(planned: Plan, changed: Node, by_values: bool) -> None:
+    """Refuse a network that takes another path once converted; if values are the reason, a note is enough."""
     at = f"{changed.op!r} in {changed.where!r}" if changed.where else f"{changed.op!r} in the model's own forward"
-    if not graph.fake:
+    if by_values:
         planned.notes.append(
-            f"the network's control flow reads values, and without BatchNorm it took another path ({at}): whether the "
-            "conversion is right there could not be shown"
+            f"the network's control flow reads values, and without BatchNorm it took another path ({at})"
         )
-        return True
+        return
     planned.refusals.append(
         Refusal(
             changed.where,
@@ -177,10 +221,9 @@ def _explain_change(planned: Plan, graph: Graph, changed: Node) -> bool:
             "leave the BatchNorms it asks for with where=",
         )
     )
-    return False
 
 
-def _refuse_broken(planned: Plan, error: MimicNormError) -> None:
+def _refuse_broken(planned: Plan, error: Exception) -> None:
     cause, where = error.__cause__ or error, getattr(error, "where", "")
     planned.refusals.append(
         Refusal(

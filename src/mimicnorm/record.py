@@ -74,6 +74,7 @@ def repeat(
     follow: Iterable[str] = (),
     resize: Callable[[Tensor], Tensor] | None = None,
     watch: TorchDispatchMode | None = None,
+    norms_pass: bool = False,
 ) -> Graph:
     """Record a model as another graph was recorded: the same mode, seed and kind of tensors.
 
@@ -84,8 +85,9 @@ def repeat(
         follow: Names of modules whose forward is called past their hooks, as in ``layer.forward(x)``.
         resize: Makes of each (fake) input tensor one of another batch size.
         watch: A dispatch mode that sees the same pass.
+        norms_pass: Let BatchNorms pass on what they are given where values may steer the model.
     """
-    return _record(model, example, like.fake, like.seed, like.training, follow, resize, watch)
+    return _record(model, example, like.fake, like.seed, like.training, follow, resize, watch, norms_pass)
 
 
 def _record(
@@ -97,6 +99,7 @@ def _record(
     follow: Iterable[str] = (),
     resize: Callable[[Tensor], Tensor] | None = None,
     watch: TorchDispatchMode | None = None,
+    norms_pass: bool = False,
 ) -> Graph:
     args, kwargs = call_arguments(model, example)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
@@ -104,6 +107,8 @@ def _record(
 
     def substitute(t: Tensor) -> Tensor:
         if id(t) not in stand_in:
+            if t.is_nested:
+                raise ExampleError("the example holds a nested tensor, which cannot be recorded: give a padded one")
             value = t.detach()
             if fake:
                 stand_in[id(t)] = mode.from_tensor(value)  # pyrefly: ignore
@@ -119,7 +124,7 @@ def _record(
     args, kwargs = pytree.tree_map_only(Tensor, substitute, (args, kwargs))
     if resize is not None:
         args, kwargs = pytree.tree_map_only(Tensor, resize, (args, kwargs))
-    recorder = Recorder(model, state, Graph(fake=fake, training=training, seed=number))
+    recorder = Recorder(model, state, Graph(fake=fake, training=training, seed=number), norms_pass or fake)
     for tensor in tensors_in((args, kwargs)):
         recorder.add(tensor, "input", Kind.INPUT, ())
     with untouched(model), unsynchronised(), silent(), torch.no_grad():

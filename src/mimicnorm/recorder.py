@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -20,6 +21,8 @@ from mimicnorm.example import tensors_in
 from mimicnorm.graph import Graph, Node
 from mimicnorm.layers import LINEAR_CALLS, WEIGHT_LAYERS, Reweighted, autocast_dtype
 from mimicnorm.ops import FACTORIES, Kind, canonical, kind_of
+
+_PLAIN = (bool, int, float, complex, str, slice, type(None), type(...), torch.dtype)
 
 
 def is_batch_norm(module: nn.Module) -> bool:
@@ -36,9 +39,9 @@ def is_batch_norm(module: nn.Module) -> bool:
 class Recorder(TorchFunctionMode):
     """Notes every function of the forward pass that touches data."""
 
-    def __init__(self, model: nn.Module, state: dict[str, Tensor], graph: Graph):
+    def __init__(self, model: nn.Module, state: dict[str, Tensor], graph: Graph, norms_pass: bool):
         super().__init__()
-        self.graph, self.fake, self.layers = graph, graph.fake, 0  # bit set of the weight layers
+        self.graph, self.norms_pass, self.layers = graph, norms_pass, 0  # bit set of the weight layers
         self.names = {id(m): name for name, m in model.named_modules()}  # a shared module goes by its first name
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.parameter_names: dict[int, list[str]] = {}  # in order: tied weights have several names
@@ -116,6 +119,7 @@ class Recorder(TorchFunctionMode):
             extra = {"settings": _settings(args, kwargs)}
         if kind in (Kind.ACTIVATION, Kind.CONSTANT):
             extra["constants"] = self.constants(pytree.tree_leaves((args, kwargs)))
+        extra["arguments"] = self.arguments((args, kwargs))
         if kind is Kind.SUM and (first := flow.shifted(inputs, outputs[0].shape, self.layers)) is not None:
             kind, inputs = Kind.CONSTANT, (first, *(n for n in inputs if n is not first))
         if name == "setitem" and mutated:
@@ -130,6 +134,16 @@ class Recorder(TorchFunctionMode):
             if id(t) not in seen and not (any(t is u for u in tensors) and self.node(t) is not None):
                 self.add(t, name, kind, inputs, **extra)
         return result
+
+    def arguments(self, call: Any) -> tuple[str, ...]:
+        """What a call was given beside data, such that two calls can be compared."""
+        words = []
+        for leaf in pytree.tree_leaves(call):
+            if not isinstance(leaf, Tensor):
+                words.append(repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf).__name__)
+            elif id(leaf) not in self.known and id(leaf) not in self.tainted:
+                words.append(" ".join(sorted(self.sources.get(id(leaf), ()))))
+        return tuple(words)
 
     def constants(self, operands: list[Any]) -> tuple[float | str | None, ...]:
         """The numbers among a call's operands, and the parameter or buffer that each tensor beside the data shows."""
@@ -161,7 +175,7 @@ class Recorder(TorchFunctionMode):
 
     def stand_in(self, x: Tensor) -> Tensor:
         """What a BatchNorm returns: of fake tensors the shape matters, of real ones the values may steer the model."""
-        if self.fake or x.numel() <= x.shape[1]:
+        if self.norms_pass or x.numel() <= x.shape[1]:
             return x.clone()
         return F.batch_norm(x, None, None, training=True)
 
