@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -92,16 +93,13 @@ def started(way: str, seed: int, example: Tensor) -> Net:
     net = Net()
     if way == "batchnorm":
         return net
-    left = way.endswith("left")
-    report = convert_(
-        net, MimicNorm(), example=example, where=(lambda _, n: not n.endswith(("q.norm", "k.norm"))) if left else None
-    )
-    with torch.no_grad():
+    where = (lambda _, name: not name.endswith(("q.norm", "k.norm"))) if way.endswith("left") else None
+    variance = 1.0 if way in (LARGE, SCALARS) else attention.VARIANCE
+    with patch.object(attention, "VARIANCE", variance), torch.no_grad():
+        report = convert_(net, MimicNorm(), example=example, where=where)
         for step in report.layers:
-            layer = net.get_submodule(step.name)
-            if step.scale is not None and way in (LARGE, SCALARS) and step.name.startswith("attention."):
-                layer.residual_scale.div_(math.sqrt(attention.VARIANCE))
-            if step.scale is not None and way == SCALARS:
+            if step.scale is not None and way == SCALARS:  # the same function of other parameters
+                layer = net.get_submodule(step.name)
                 factor = layer.weight.std() * math.sqrt(3 * step.fan_in)
                 layer.weight.div_(factor)
                 layer.residual_scale.mul_(factor)

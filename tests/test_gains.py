@@ -75,6 +75,12 @@ def test_gain_behind_a_prelu_is_that_of_its_own_slopes():
     assert fed.name == "prelu"
 
 
+def test_a_prelu_that_goes_by_two_names_is_found():
+    net = Net(per_channel(SLOPES))
+    net.a_second_name = net.act
+    assert fed_to_conv(net) == fed_to_conv(Net(per_channel(SLOPES)))
+
+
 def test_a_prelu_whose_slopes_are_not_known_has_no_formula():
     net = Net(per_channel(SLOPES))
     net.act.forward = lambda x: F.prelu(x, net.act.weight.abs())

@@ -148,8 +148,8 @@ class Recorder(TorchFunctionMode):
     def constants(self, operands: list[Any]) -> tuple[float | str | None, ...]:
         """The numbers among a call's operands, and the parameter or buffer that each tensor beside the data shows."""
         tensors = [t for t in operands if isinstance(t, Tensor) and self.node(t) is None]
-        names = [min(self.sources.get(id(t), ()), default="") for t in tensors]  # tied ones are the same tensor
-        views = [n if self.storages.get(n) == storage_of(t) else None for t, n in zip(tensors, names, strict=True)]
+        first = {id(t): next((n for n in self.storages if n in self.sources.get(id(t), ())), "") for t in tensors}
+        views = [n if self.storages.get(n := first[id(t)]) == storage_of(t) else None for t in tensors]
         return (*(float(c) for c in operands if type(c) in (int, float)), *views)
 
     def batch_norm(self, func: Any, args: tuple, kwargs: dict) -> Any:
