@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.microbatch import backward
-from mimicnorm.microbatch.batches import MicroBatch, collect, join, split, together
+from mimicnorm.microbatch.batches import MicroBatch, collect, join, resampled, side_by_side, split, together
 
 
 @given(n=st.integers(1, 40), micro_batch=st.integers(1, 50))
@@ -188,3 +188,27 @@ def test_a_pair_that_all_micro_batches_share_may_be_as_long_as_one_of_them():
     assert together(pieces)["size"] == (8, 8)
     with pytest.raises(MicroBatchError, match="a list of 2 values for 2 samples"):
         together(collect([(x[:2], (8, 8)), (x[2:4], (8, 8))]))
+
+
+@pytest.mark.parametrize(("size", "wanted"), [(1, 3), (2, 1), (4, 7)])
+def test_resampled_outputs_differ_and_stay_where_samples_may_be(size, wanted):
+    whole = torch.tensor(3.0)
+    outputs = {"p": torch.rand(size, 5).softmax(1), "i": torch.arange(size), "boxes": [{"n": i} for i in range(size)]}
+    made = resampled({**outputs, "whole": whole}, size, wanted)
+    assert made["p"].shape == (wanted, 5)
+    assert made["p"].requires_grad
+    assert bool(((made["p"] > 0) & (made["p"] < 1)).all())
+    assert len(set(made["p"][:, 0].tolist())) == wanted
+    assert len(made["i"]) == len(made["boxes"]) == wanted
+    assert made["whole"] is whole
+    assert torch.equal(resampled(outputs, size, wanted)["p"], made["p"]), "always the same"
+
+
+def test_side_by_side():
+    joined = side_by_side([{"x": torch.zeros(2, 1), "l": ["a", "b"]}, {"l": ["c"], "x": torch.ones(1, 1)}], [2, 1])
+    assert joined["x"].flatten().tolist() == [0, 0, 1]
+    assert joined["l"] == ["a", "b", "c"]
+    weight = torch.ones(5)  # belongs to all samples
+    assert side_by_side([(weight, 0.3), (weight.clone(), 0.3)], [2, 1])[0] is weight
+    with pytest.raises(MicroBatchError, match="different shapes"):
+        side_by_side([torch.zeros(2, 1), torch.zeros(1, 2)], [2, 1])

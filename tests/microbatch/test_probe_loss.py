@@ -97,6 +97,20 @@ def test_a_head_of_zeros_does_not_hide_weights():
     assert relative_error(net, whole) <= EXACT
 
 
+@pytest.mark.parametrize("micro_batch", [1, 2, 8])
+def test_a_weak_comparison_of_samples_does_not_hide_in_rounding(micro_batch):
+    def loss_fn(out: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(out, targets) + 1e-3 * out.mean(0).square().sum()
+
+    for seed in range(5):
+        torch.manual_seed(seed)
+        net = converted(Classifier(), torch.float32, last_norm=False)
+        x, y = batch(dtype=torch.float32)
+        whole, _ = full_batch(net, loss_fn, x, y)
+        backward(net, loss_fn, x, y, micro_batch=micro_batch)
+        assert relative_error(net, whole) <= 1e-5
+
+
 def mixup(out: Tensor, targets: tuple) -> Tensor:
     a, b, share = targets
     return share * F.cross_entropy(out, a) + (1 - share) * F.cross_entropy(out, b)

@@ -161,9 +161,9 @@ def side_by_side(parts: list[Any], sizes: list[int]) -> Any:
 
 
 def resampled(structure: Any, size: int, wanted: int) -> Any:
-    """Outputs as other samples might have them: mixtures of two samples each.
+    """Outputs as other samples might have them: mixtures of two samples each, made smaller by a random factor.
 
-    A mixture stays where its samples are, as long as that is a convex set: probabilities, boxes, what is positive.
+    So they differ, however alike the samples are, and stay where samples may be: between 0 and 1, positive, boxes.
 
     Args:
         structure: Outputs.
@@ -174,6 +174,7 @@ def resampled(structure: Any, size: int, wanted: int) -> Any:
     one = torch.randint(size, (wanted,), generator=generator)
     other = (one + torch.randint(1, max(size, 2), (wanted,), generator=generator)) % size
     share = 0.1 + 0.8 * torch.rand(wanted, generator=generator)
+    factor = 0.2 + 0.8 * torch.rand(wanted, generator=generator)
 
     def rows(x: Any) -> Any:
         if _one_each(x, size):
@@ -183,8 +184,8 @@ def resampled(structure: Any, size: int, wanted: int) -> Any:
         a, b = (x.detach()[picked.to(x.device)] for picked in (one, other))
         if not (x.is_floating_point() or x.is_complex()):
             return a
-        of_a = share.to(x.device, x.dtype).reshape(-1, *[1] * (x.dim() - 1))
-        return (of_a * a + (1 - of_a) * b).requires_grad_()
+        of_a, of_both = (t.to(x.device, x.dtype).reshape(-1, *[1] * (x.dim() - 1)) for t in (share, factor))
+        return (of_both * (of_a * a + (1 - of_a) * b)).requires_grad_()
 
     return pytree.tree_map(rows, structure, is_leaf=lambda x: _one_each(x, size))
 

@@ -150,7 +150,8 @@ def _prepared(
     for norm in run.heads.values():
         journal.note_buffers(norm)
     journal.note(modules_in(loss_fn), inner)
-    return run, Route(run, loss_fn, [p.targets for p in pieces], as_sum, loss_in_pieces)
+    all_targets = [p.targets for p in pieces] if micro_batch is None else targets
+    return run, Route(run, loss_fn, all_targets, as_sum, loss_in_pieces)
 
 
 def _started(
