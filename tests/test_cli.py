@@ -57,6 +57,7 @@ def test_a_factory_of_the_users_own(capsys, tmp_path, monkeypatch):
         (["convert", "torchvision:alexnet"], "no BatchNorm"),
         (["convert", "torchvision:resnet18", "--shape", "2", "3"], "forward raised on the example"),
         (["convert", "torchvision:resnet18", "--head", "nowhere"], "head= names no module"),
+        (["convert", "torchvision:resnet18", "--image", "64", "--allow-mixing", "nowhere"], "qualified module names"),
         (["memory", "torchvision:resnet18", "--budget", "lots"], "lots"),
         (["theory", "figure", "nothing"], "choose one of"),
         (["theory", "figure", "phase", "--out", ""], "cannot draw to"),

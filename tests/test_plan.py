@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 
 import nets
 import pytest
@@ -11,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from mimicnorm.errors import ExampleError, MimicNormError, RefusedError
-from mimicnorm.methods import BatchNorm, LastBN, MimicNorm, NoNorm, WeightMean
+from mimicnorm.methods import BatchNorm, Fixup, LastBN, MimicNorm, NoNorm, WeightMean
 from mimicnorm.planning import plan
 
 SMALL = {"min_fan_in": 8}
@@ -328,3 +329,35 @@ def test_methods_differ_only_in_what_they_say():
     assert [by[n]["centred"] for n in by] == [7, 7, 0, 0, 0]  # the projection has a fan-in of 8
     assert [by[n]["last_norms"] for n in by] == [1, 0, 1, 0, 0]
     assert by["BatchNorm"]["left"] == 8
+
+
+def test_a_network_prepared_for_quantisation_is_to_be_converted_before():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.qconfig = torch.ao.quantization.get_default_qat_qconfig("fbgemm")
+        torch.ao.quantization.prepare_qat(model, inplace=True)
+    with pytest.raises(RefusedError, match="Convert first, then prepare_qat"):
+        plan(model, MimicNorm(), example=(4, 3, 8, 8))
+
+
+class EndsInReLU(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.fc = nn.Conv1d(4, 4, 3, padding=1), nn.BatchNorm1d(4), nn.Linear(32, 4)
+
+    def forward(self, x):
+        return self.fc((x + self.norm(self.conv(x)).relu()).relu().flatten(1))
+
+
+def test_fixup_says_why_branches_do_not_count():
+    (refusal,) = plan(EndsInReLU(), Fixup(), example=(4, 4, 8)).refusals
+    assert "this network has no residual branch without a ReLU behind it" in refusal.reason
+
+
+def test_a_parametrized_layer_may_be_kept_as_it_is():
+    conv = nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 8, 3))
+    model = nn.Sequential(conv, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
+    (refusal,) = plan(model, NoNorm(), example=(4, 3, 8, 8)).refusals
+    assert "init=None" in refusal.remedy
+    plan(model, NoNorm(), example=(4, 3, 8, 8), init=None).require()

@@ -54,7 +54,8 @@ def why_not(layer: nn.Module, action: str, scaled: bool, starts: bool, ways: Way
             "its weight is computed from other parameters (weight norm, a parametrization), so what would be "
             f"{_DONE.get(action, 'changed')} and initialised is not what the optimizer sees",
             "Remove it first (torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, "
-            "remove_spectral_norm or prune.remove), or leave its BatchNorm with where=",
+            "remove_spectral_norm or prune.remove), "
+            f"{'' if changes else 'keep all weights with init=None, '}or leave its BatchNorm with where=",
         )
     taken = [name for name in _ADDED.get(action, _ADDED["scale"] if scaled else ()) if hasattr(layer, name)]
     if taken:

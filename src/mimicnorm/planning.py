@@ -137,7 +137,7 @@ class _Planner(Ownership):
         """The branches that the method ends with a scalar."""
         if not self.method.branches:
             return []
-        found = residual.branches(self.graph, self._can_end, self.gates)
+        found, dead = residual.branches(self.graph, self._can_end, self.gates), []
         if self.method.only_beside_skips:
             found = [b for b in found if b.beside_skip]
         if self.method.zeroes:
@@ -151,9 +151,10 @@ class _Planner(Ownership):
                     "are no residual branches here"
                 )
         if self.method.needs_branches and not found:
+            none = "no residual branch without a ReLU behind it" if dead else "none"
             self.refuse(
                 "",
-                f"{type(self.method).__name__} is made for residual branches, and this network has none",
+                f"{type(self.method).__name__} is made for residual branches, and this network has {none}",
                 "Use another method, such as MimicNorm() or ScaledWS()",
             )
         return found
@@ -424,11 +425,10 @@ class _Planner(Ownership):
             kept = [f"no formula for the weights of {n}, which stay ({reason})" for n, reason in self.given.items()]
             centring = {n for n in self.roles if self.method.weights in _DONE and not self.kept[n]} | self.left
             nodes = (n for n in self.graph.nodes if behind >> n.index & 1)
-            kept += [
-                f"no formula for the forward of {n} ({step.kind})"
-                for n, step in ((step.name, step) for step in self.plan.layers)
-                if step.action == "keep" and has_own_forward(type(self.modules[n])) and not self.probes[n].centres
-            ]
+            for step in self.plan.layers:  # of centred weights, the probe has shown that they are applied as they are
+                own_forward = has_own_forward(type(self.modules[step.name])) and not self.probes[step.name].centres
+                if own_forward and step.action == "keep":
+                    kept.append(f"no formula for the forward of {step.name} ({step.kind})")
             why = kept[0] if kept else without_formula(nodes, self.roles, v, self.modules, centring)
             self.plan.init = "calibrate" if why else "theory"
             self.plan.init_why = why or "every operation on the way has a formula"

@@ -58,6 +58,8 @@ def check_arguments(model: Any, init: Any, where: Any, allow_mixing: Any) -> Non
             raise RefusedError(f"{name or 'the model'} is compiled. Convert the plain module, then torch.compile it.")
         if isinstance(m, torch.jit.ScriptModule) and any(is_batch_norm(child) for child in m.modules()):
             raise RefusedError(f"{name or 'the model'} is a TorchScript module. Convert the Python module behind it.")
+        if type(m).__module__.startswith("torch.ao.") and "FakeQuant" in type(m).__name__:
+            raise RefusedError("the model is prepared for quantised training (QAT). Convert first, then prepare_qat.")
         if isinstance(m, LazyModuleMixin) and m.has_uninitialized_params():  # pyrefly: ignore
             raise RefusedError(f"{name or 'the model'} is lazy and has no shape yet. Run the model once, then convert.")
         if type(m).__name__.startswith("FSDP"):

@@ -29,7 +29,9 @@ class Convert:
     shape: tuple[int, ...] | None = None
     """The whole input shape, batch first, for inputs that are no square images."""
     head: str | None = None
-    """Qualified name of the module that makes the logits."""
+    """Qualified name of the module that makes class scores; for none, take --method weight-mean."""
+    allow_mixing: tuple[str, ...] = ()
+    """Qualified names of modules that are meant to work across the batch."""
     init: str = "auto"
     """Starting weights to plan for: auto, theory, calibrate or none (a trained model needs one of the last three)."""
     json: bool = False
@@ -51,11 +53,12 @@ class Convert:
         chosen = method(self.method)
         model = find(self.model, input=self.input, width=self.width, image=self.image)
         shape = input_shape(model, batch=self.batch, image=self.image, shape=self.shape)
-        planned = plan(model, chosen, example=shape, head=self.head, init=None if self.init == "none" else self.init)
+        how: dict = {"example": shape, "head": self.head, "allow_mixing": self.allow_mixing}
+        planned = plan(model, chosen, init=None if self.init == "none" else self.init, **how)
         planned.require()
         if not self.json:
             print(planned)
-        after = model if not chosen.removes_norm else convert(model, chosen, example=shape, init=None, head=self.head)
+        after = model if not chosen.removes_norm else convert(model, chosen, init=None, **how)
         before_bytes = memory.measure(model, shape).saved_bytes
         after_bytes = memory.measure(after, shape).saved_bytes
         saving = {"before": before_bytes, "after": after_bytes, "ratio": after_bytes / max(before_bytes, 1)}
