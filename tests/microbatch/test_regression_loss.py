@@ -6,6 +6,7 @@ import functools
 import gc
 import threading
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -173,3 +174,17 @@ def test_a_graph_that_is_never_used_is_freed():
     del out
     gc.collect()
     assert saved.now == 0
+
+
+def test_a_look_at_the_loss_keeps_nothing_alive():
+    net = nn.Sequential(nn.Linear(3, 4), LastNorm(4))
+    gc.collect()
+    gc.disable()
+    try:
+        loss = F.cross_entropy(net(torch.randn(8, 3)), torch.arange(8) % 4)
+        alive = weakref.ref(loss)
+        loss.backward()
+        del loss
+        assert alive() is None
+    finally:
+        gc.enable()

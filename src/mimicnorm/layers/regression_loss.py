@@ -90,12 +90,14 @@ def losses_under_way() -> list[Node]:
     """
     engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
     roots: list[Any] = []
-    for top in sys._current_frames().values():
-        frame = top
-        while frame is not None and engine is not None:
-            if frame.f_code is engine.__code__:
-                roots += frame.f_locals.get("t_outputs", ())
-            frame = frame.f_back
+    frames = list(sys._current_frames().values())
+    try:
+        while frames and engine is not None:
+            if frames[-1].f_code is engine.__code__:
+                roots += frames[-1].f_locals.get("t_outputs", ())
+            frames[-1:] = [frames[-1].f_back] if frames[-1].f_back is not None else []
+    finally:
+        frames.clear()  # one of them is this function's own: a cycle would keep the loss and its graph alive
     return [t.grad_fn for t in roots if isinstance(t, Tensor)]
 
 
