@@ -1,15 +1,14 @@
 """Convert every BatchNorm classifier of torchvision and timm, and train each for one step.
 
-    python benchmarks/coverage.py [--limit N] [--fresh] [--shard 0/2] [--memory GIB] [--retry] [--only NAME] [--again]
+    python benchmarks/coverage.py [--limit N] [--fresh] [--shard 0/2] [--memory GIB] [--retry] [--only NAME]
 
 Resumable: finished models are kept in ``results/coverage.jsonl`` and skipped; the summary is
 ``results/coverage.json``. Shards may run side by side. For each model, at the smallest input it takes: converted
 (no batch-dependent module left but LastNorm; a training step gives a finite gradient to every parameter that had
 one; the share of owners that are centred), or refused by name. What would not fit into ``--memory`` takes its
 training step in micro-batches of one sample; if that would not fit either, on fake tensors: that every gradient exists
-is shown there, that it is finite is not. ``--retry`` with more memory examines those again. ``--again`` only plans:
-does the code as it is now decide for every model what it decided when the model was examined? Those for which it does
-not are to be examined anew.
+is shown there, that it is finite is not. ``--retry`` with more memory examines those again. Whether the code as it is
+now decides for every model what it decided before is the question of ``golden.py``.
 """
 
 from __future__ import annotations
@@ -145,30 +144,6 @@ def examine(source: str, name: str, memory: float) -> dict:
     return row | {"outcome": "converted" if not left and not bad else "broken"}
 
 
-def plan_again(row: dict) -> dict:
-    """The row, with the commit that decides as it says; if the code decides otherwise now, with how."""
-    try:
-        with torch.device("meta"):
-            model = build(row["source"], row["name"])
-        planned = plan(model.train(), MimicNorm(), example=tuple(row["shape"]))
-    except Exception:  # not every model can be built on the meta device
-        planned = plan(build(row["source"], row["name"]).train(), MimicNorm(), example=tuple(row["shape"]))
-    now = {"outcome": "converted" if planned.ok else "refused", "init": planned.init, **planned.totals()}
-    if not planned.ok:
-        now = {"outcome": "refused"}
-    other = {k: [row[k], v] for k, v in now.items() if k in row and row[k] != v}
-    return row | ({"otherwise": other} if other else {"as_planned_at": provenance()["commit"]})
-
-
-def all_again(rows: list[dict]) -> list[dict]:
-    done = []
-    for i, row in enumerate(rows):
-        done.append(row if row["outcome"] == "no batch norm" else plan_again(row))
-        if "otherwise" in done[-1]:
-            print(f"{i + 1}/{len(rows)} {row['source']}:{row['name']} {done[-1]['otherwise']}", flush=True)
-    return done
-
-
 def summarise(rows: list[dict]) -> dict:
     outcomes = Counter(r["outcome"] for r in rows)
     done = [r for r in rows if r["outcome"] == "converted"]
@@ -184,7 +159,6 @@ def summarise(rows: list[dict]) -> dict:
         "init": Counter(r["init"] or "not set (fake step)" for r in done),
         "step": Counter(r.get("step", "real") for r in done),
         "examined_at": Counter(r.get("commit", "cbcd43a and shortly after") for r in rows),  # older rows do not say
-        "planned_alike_at": Counter(r.get("as_planned_at", "otherwise" if "otherwise" in r else "no") for r in rows),
         "not_converted": [
             {k: r[k] for k in ("source", "name", "outcome", "why", "without_gradient") if k in r}
             for r in rows
@@ -203,7 +177,6 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=8.0, help="GiB that one real step may take")
     parser.add_argument("--shard", default="0/1", help="i/n: take every n-th model, beginning with the i-th")
     parser.add_argument("--only", default=None, help="examine no model but this one")
-    parser.add_argument("--again", action="store_true", help="plan every examined model again, and say what changed")
     options = parser.parse_args()
     shard, shards = map(int, options.shard.split("/"))
     torch.set_num_threads(1)
@@ -219,11 +192,6 @@ def main() -> None:
             or (not options.fresh and r["outcome"] in settled and r.get("step") != "fake")
         ]
         log.write_text("".join(json.dumps(r) + "\n" for r in rows))
-    if options.again:
-        rows = all_again(rows)
-        log.write_text("".join(json.dumps(r) + "\n" for r in rows))
-        print(save("coverage", summarise([r for r in rows if r["outcome"] != "no batch norm"])))
-        return
     known = {(r["source"], r["name"]) for r in rows}
     todo = [c for c in candidates()[shard::shards] if c not in known and options.only in (None, c[1])][: options.limit]
     for i, (source, name) in enumerate(todo):
