@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import invariants
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -260,6 +261,14 @@ class ReadsValuesInVain(Stack):
 def test_values_that_decide_nothing_excuse_nothing():
     invariants.refuses(ReadsValuesInVain(turned), mn.NoNorm(), example=IMAGE, match="takes another path")
     mn.convert(ReadsValuesInVain(lambda layer, x: layer(x)), mn.NoNorm(), example=IMAGE)
+
+
+def test_random_numbers_without_a_seed_are_not_taken_for_the_class():
+    generator = np.random.default_rng()
+    model = Stack(lambda layer, x: layer(x) * float(generator.uniform(0.9, 1.1)))
+    planned = mn.plan(model, mn.NoNorm(), example=IMAGE)
+    assert planned.ok
+    assert any("does not do the same twice" in note for note in planned.notes)
 
 
 def test_the_state_of_a_spectral_norm_does_not_move():

@@ -55,7 +55,7 @@ def prove(model: nn.Module, planned: Plan, graph: Graph, example: Any, allow_mix
             _judge(model, planned, example, suspects, allow_mixing)
     if changes:
         before, after, node = changes[0]
-        _explain_change(planned, node, not before.fake and _steered(model, planned, before, after, example))
+        _explain_change(planned, node, _excuse(model, planned, before, after, example))
     elif not graph.outputs:
         planned.notes.append("no tensor is seen in what the model returns, so it could not be compared")
 
@@ -64,8 +64,8 @@ def _evaluated(model: nn.Module, planned: Plan, graph: Graph, example: Any) -> G
     """The network as it runs in evaluation mode, where the code around what is changed asks for the mode at all."""
     changed = [step.name for step in (*planned.norms, *planned.layers, *planned.heads)]
     around = {name.rsplit(".", i)[0] for name in changed for i in range(1, name.count(".") + 1)} | {""}
-    asks = any(_mentions(model.get_submodule(name), "training") for name in around)
     with contextlib.suppress(Exception):
+        asks = any(_mentions(model.get_submodule(name), "training") for name in around)
         return (
             repeat(model, example, Graph(fake=graph.fake, training=False, seed=graph.seed))
             if asks and graph.training
@@ -87,12 +87,17 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
-def _steered(model: nn.Module, planned: Plan, like: Graph, after: Graph, example: Any) -> bool:
-    """Whether values explain another path: the network takes it, too, if only its norms pass on what they are given."""
+def _excuse(model: nn.Module, planned: Plan, before: Graph, after: Graph, example: Any) -> str:
+    """What else than its code explains that a network takes another path; empty if nothing does."""
     with contextlib.suppress(Exception):
-        bare = repeat(model, example, like, follow=_called_directly(like), norms_pass=True)
-        return _changed_node(bare, after, planned) is None
-    return False
+        again = repeat(model, example, before)
+        if _changed_node(before, again, planned) is not None:
+            return "the network does not do the same twice (random numbers without a seed?)"
+        # On values: it takes that path, too, if only its norms pass on what they are given.
+        bare = again if before.fake else repeat(model, example, before, norms_pass=True)
+        if _changed_node(bare, after, planned) is None:
+            return "the network's control flow reads values"
+    return ""
 
 
 @contextlib.contextmanager
@@ -204,13 +209,11 @@ def _numbered(graph: Graph, places: _Places, numbers: dict[tuple, int], same_bat
     return ids
 
 
-def _explain_change(planned: Plan, changed: Node, by_values: bool) -> None:
-    """Refuse a network that takes another path once converted; if values are the reason, a note is enough."""
+def _explain_change(planned: Plan, changed: Node, excuse: str) -> None:
+    """Refuse a network that takes another path once converted; if something excuses it, a note is enough."""
     at = f"{changed.op!r} in {changed.where!r}" if changed.where else f"{changed.op!r} in the model's own forward"
-    if by_values:
-        planned.notes.append(
-            f"the network's control flow reads values, and without BatchNorm it took another path ({at})"
-        )
+    if excuse:
+        planned.notes.append(f"{excuse}, and without BatchNorm it took another path ({at})")
         return
     planned.refusals.append(
         Refusal(
