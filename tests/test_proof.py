@@ -249,6 +249,38 @@ def test_where_values_decide_the_path_a_note_says_so():
     assert any("control flow reads values" in note for note in planned.notes)
 
 
+class Routes(nn.Module):
+    """Sends each sample to the expert that its values choose."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm, self.gate = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.norms, self.fc = nn.ModuleList(nn.BatchNorm1d(8) for _ in range(3)), nn.Linear(8, 4)
+
+    def forward(self, x):
+        h = self.norm(self.stem(x)).relu()
+        choice = self.gate(h).argmax(1)
+        y = torch.zeros_like(h)
+        for i, (expert, norm) in enumerate(zip(self.experts, self.norms, strict=True)):
+            rows = (choice == i).nonzero()[:, 0]
+            if len(rows):
+                y = y.index_add(0, rows, norm(expert(h[rows])))
+        return self.fc(h + y)
+
+
+def test_a_mixture_of_experts_is_not_refused_for_its_routes():
+    for seed in range(5):
+        torch.manual_seed(seed)
+        model = Routes()
+        for m in model.modules():
+            if isinstance(m, nn.BatchNorm1d):
+                nn.init.normal_(m.bias, std=2.0)
+        for method in (mn.NoNorm(), mn.MimicNorm(min_fan_in=1, last_norm=False)):
+            planned = mn.plan(model, method, example=torch.randn(12, 6), init=None)
+            assert not [r for r in planned.refusals if "another path" in r.reason], planned.refusals
+
+
 class ReadsValuesInVain(Stack):
     """Values are read, but it is the class that decides."""
 

@@ -8,10 +8,11 @@ takes another path once the class is gone. And no sample may see another.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import CodeType
 from typing import Any
 
@@ -20,8 +21,8 @@ from torch import nn
 
 from mimicnorm import mixing
 from mimicnorm.graph import Graph, Node
-from mimicnorm.isolate import snapshot
-from mimicnorm.layers import LastNorm
+from mimicnorm.isolate import instead_of_forward, snapshot
+from mimicnorm.layers import Derived, FixupScalars, GroupNorm, LastNorm, Remains, Scale, Shift
 from mimicnorm.operate import operate
 from mimicnorm.record import repeat
 from mimicnorm.steps import Plan, Refusal, Report
@@ -50,12 +51,12 @@ def prove(model: nn.Module, planned: Plan, graph: Graph, example: Any, allow_mix
         except Exception as error:
             _refuse_broken(planned, error)
             return
-        changes = [(*pair, node) for pair in pairs if (node := _changed_node(*pair, planned)) is not None]
+        changes = [(b, node) for b, a in pairs if (node := _changed_node(b, a, planned)) is not None]
         if suspects and not changes:
             _judge(model, planned, example, suspects, allow_mixing)
     if changes:
-        before, after, node = changes[0]
-        _explain_change(planned, node, _excuse(model, planned, before, after, example))
+        before, node = changes[0]
+        _explain_change(planned, node, _excuse(model, planned, before, example))
     elif not graph.outputs:
         planned.notes.append("no tensor is seen in what the model returns, so it could not be compared")
 
@@ -87,17 +88,41 @@ def _names(code: CodeType) -> set[str]:
     return set(code.co_names).union(*map(_names, inner))
 
 
-def _excuse(model: nn.Module, planned: Plan, before: Graph, after: Graph, example: Any) -> str:
+def _excuse(model: nn.Module, planned: Plan, before: Graph, example: Any) -> str:
     """What else than its code explains that a network takes another path; empty if nothing does."""
     with contextlib.suppress(Exception):
-        again = repeat(model, example, before)
-        if _changed_node(before, again, planned) is not None:
+        if _changed_node(before, repeat(model, example, before), planned) is not None:
             return "the network does not do the same twice (random numbers without a seed?)"
-        # On values: it takes that path, too, if only its norms pass on what they are given.
-        bare = again if before.fake else repeat(model, example, before, norms_pass=True)
-        if _changed_node(bare, after, planned) is None:
+        if not before.fake and _same_on_same_values(model, planned, before, example):
             return "the network's control flow reads values"
     return ""
+
+
+def _same_on_same_values(model: nn.Module, planned: Plan, before: Graph, example: Any) -> bool:
+    """Whether a network takes the same path with other classes but the same values.
+
+    Its norms pass on what they are given, before and after; its layers do as they did.
+    """
+    follow = _called_directly(before)
+    bare = repeat(model, example, before, norms_pass=True)
+    with _rehearsed(model, planned):
+        modules = {model.get_submodule(step.name) for step in (*planned.norms, *planned.layers, *planned.heads)}
+        with instead_of_forward(modules, _as_it_was):
+            after = repeat(model, example, before, follow=follow, norms_pass=True)
+    return _changed_node(bare, after, planned) is None
+
+
+def _as_it_was(module: nn.Module, forward: Callable) -> Callable:
+    """A changed module's forward without the change: a layer's own, nothing of a norm but its other children."""
+    kind: Any = type(module)
+    while issubclass(kind, Derived):
+        kind = kind.base
+    if kind is not type(module):
+        return functools.partial(kind.forward, module)
+    if isinstance(module, Remains):
+        others = [child for name, child in module.named_children() if name != "instead"]
+        return nn.Sequential(nn.Identity(), *others).forward
+    return torch.Tensor.clone if isinstance(module, (nn.Identity, Shift, Scale, FixupScalars, GroupNorm)) else forward
 
 
 @contextlib.contextmanager
