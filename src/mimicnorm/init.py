@@ -30,7 +30,7 @@ from mimicnorm.layers import (
 )
 from mimicnorm.steps import Plan
 
-_WITH_SCALAR = (Reweighted, ScaledOutput, FixupLayer, Scale)  # a user's own residual_scale is none of ours
+_WITH_SCALAR = (Reweighted, ScaledOutput, FixupLayer, Scale)  # others may have a residual_scale of the user's
 _READ_BACK = 2.0  # calibrated weights must bring the variance to 1 within this factor
 # Of variance t before its sigmoid, a gate turns a sample's energy q into about q^(1 + t/4): loud samples get louder,
 # quiet ones quieter, block by block, and one batch says little about the next.

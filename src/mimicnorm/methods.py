@@ -31,7 +31,7 @@ class Method:
         scales_bias: Whether a branch's scalar stands behind its last bias, not before it.
         zeroes: Whether the last layers of branches and the head start at zero, the others scaled by their number.
         own_init: Whether it prescribes starting weights for any network, so that nothing is calibrated.
-        scalar_rate: The learning rate of its single numbers over that of the rest, where its authors prescribe one.
+        scalar_rate: The learning rate of its scalars over that of the rest, where its authors prescribe one.
     """
 
     name: ClassVar[str]

@@ -422,14 +422,14 @@ class _Planner(Ownership):
             behind = 0
             for call, _ in self.roles.values():
                 behind |= call.ancestors
-            kept = [f"no formula for the weights of {n}, which stay ({reason})" for n, reason in self.given.items()]
+            reasons = [f"no formula for the weights of {n}, which stay ({why})" for n, why in self.given.items()]
             centring = {n for n in self.roles if self.method.weights in _DONE and not self.kept[n]} | self.left
             nodes = (n for n in self.graph.nodes if behind >> n.index & 1)
             for step in self.plan.layers:  # of centred weights, the probe has shown that they are applied as they are
                 own_forward = has_own_forward(type(self.modules[step.name])) and not self.probes[step.name].centres
                 if own_forward and step.action == "keep":
-                    kept.append(f"no formula for the forward of {step.name} ({step.kind})")
-            why = kept[0] if kept else without_formula(nodes, self.roles, v, self.modules, centring)
+                    reasons.append(f"no formula for the forward of {step.name} ({step.kind})")
+            why = reasons[0] if reasons else without_formula(nodes, self.roles, v, self.modules, centring)
             self.plan.init = "calibrate" if why else "theory"
             self.plan.init_why = why or "every operation on the way has a formula"
         else:

@@ -51,9 +51,9 @@ def record(model: nn.Module, example: Any) -> Graph:
     best: Graph | None = None
     for number, training in ((0, True), (1, True), (2, True), (3, True), (0, False)):
         try:
-            graph = _record(model, example, True, number, training)
+            graph = repeat(model, example, Graph(fake=True, training=training, seed=number))
         except _NEEDS_VALUES:  # control flow that reads values needs values
-            graph = _record(model, example, False, number, training)
+            graph = repeat(model, example, Graph(fake=False, training=training, seed=number))
         except ExampleError:
             if best is None:
                 raise
@@ -81,28 +81,14 @@ def repeat(
     Args:
         model: The network of that graph, perhaps converted since.
         example: As for ``record``.
-        like: The other graph.
+        like: The other graph; of it, only mode, seed and kind of tensors are read.
         follow: Names of modules whose forward is called past their hooks, as in ``layer.forward(x)``.
         resize: Makes of each (fake) input tensor one of another batch size.
         watch: A dispatch mode that sees the same pass.
         norms_pass: Let BatchNorms pass on what they are given where values may steer the model.
     """
-    return _record(model, example, like.fake, like.seed, like.training, follow, resize, watch, norms_pass)
-
-
-def _record(
-    model: nn.Module,
-    example: Any,
-    fake: bool,
-    number: int,
-    training: bool,
-    follow: Iterable[str] = (),
-    resize: Callable[[Tensor], Tensor] | None = None,
-    watch: TorchDispatchMode | None = None,
-    norms_pass: bool = False,
-) -> Graph:
     args, kwargs = call_arguments(model, example)
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if like.fake else contextlib.nullcontext()
     stand_in: dict[int, Tensor] = {}
 
     def substitute(t: Tensor) -> Tensor:
@@ -110,7 +96,7 @@ def _record(
             if t.is_nested:
                 raise ExampleError("the example holds a nested tensor, which cannot be recorded: give a padded one")
             value = t.detach()
-            if fake:
+            if like.fake:
                 stand_in[id(t)] = mode.from_tensor(value)  # pyrefly: ignore
             else:
                 stand_in[id(t)] = value.clone()
@@ -124,12 +110,13 @@ def _record(
     args, kwargs = pytree.tree_map_only(Tensor, substitute, (args, kwargs))
     if resize is not None:
         args, kwargs = pytree.tree_map_only(Tensor, resize, (args, kwargs))
-    recorder = Recorder(model, state, Graph(fake=fake, training=training, seed=number), norms_pass or fake)
+    graph = Graph(fake=like.fake, training=like.training, seed=like.seed)
+    recorder = Recorder(model, state, graph, norms_pass or like.fake)
     for tensor in tensors_in((args, kwargs)):
         recorder.add(tensor, "input", Kind.INPUT, ())
     with untouched(model), unsynchronised(), silent(), torch.no_grad():
-        model.train(training)
-        seed(number)
+        model.train(like.training)
+        seed(like.seed)
         called = instead_of_forward(map(model.get_submodule, follow), recorder.around)
         watching = watch if watch is not None else contextlib.nullcontext()
         with called, following(recorder.enter, recorder.leave), mode, watching, Taint(recorder), recorder:
@@ -140,7 +127,7 @@ def _record(
             except ExampleError:
                 raise
             except Exception as error:
-                if fake and re.search("numpy|subclass|fake ?tensor", str(error), re.IGNORECASE):
+                if like.fake and re.search("numpy|subclass|fake ?tensor", str(error), re.IGNORECASE):
                     raise UnsupportedFakeTensorException(str(error)) from error  # .numpy() and its kind
                 where = recorder.stack[-1] if recorder.stack else ""
                 inside = f" inside {where!r}" if where else ""

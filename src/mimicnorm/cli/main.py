@@ -1,4 +1,4 @@
-"""Run one verb of the command line, turn what a user can get wrong into one sentence."""
+"""Run one verb of the command line, turn what a user can get wrong into an error message."""
 
 from __future__ import annotations
 

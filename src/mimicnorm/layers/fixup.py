@@ -1,6 +1,6 @@
 """Fixup's scalars: a bias before each layer and activation, a multiplier at the end of each residual branch.
 
-Zhang, Dauphin and Ma (2019), rule 3: where BatchNorm has a beta per channel, Fixup has single numbers.
+Zhang, Dauphin and Ma (2019), rule 3: where BatchNorm has a beta per channel, Fixup has scalars.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mimicnorm.layers.derive import Derived, derive
 
 
 class FixupScalars(nn.Module):
-    """``s * x + b`` with single numbers s and b: what stands for a BatchNorm; without s a bias alone.
+    """``s * x + b`` with scalars s and b: what stands for a BatchNorm; without s a bias alone.
 
     Always a fresh tensor, as ``Shift``.
     """

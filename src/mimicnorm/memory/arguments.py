@@ -37,7 +37,7 @@ _HALVES = (torch.bfloat16, torch.float16)
 
 
 def require_module(model: Any) -> None:
-    """Raise for a model that is none."""
+    """Raise if the model is not an ``nn.Module``."""
     if not isinstance(model, nn.Module):
         raise MemoryPredictionError(f"the model is a {type(model).__name__}: give an nn.Module")
 
