@@ -19,7 +19,8 @@ from provenance import Rows
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from mimicnorm import MimicNorm, attention, convert_
+from mimicnorm import MimicNorm, convert_
+from mimicnorm.surgery import attention
 
 RATES, SEEDS, EPOCHS, BATCH, TRAINED = (0.2, 0.05, 0.02, 0.002), (0, 1, 2), 6, 64, 1400
 LARGE = "mimicnorm, attention not started small"

@@ -29,9 +29,9 @@ from mimicnorm.errors import MimicNormError
 from mimicnorm.layers import LastNorm
 from mimicnorm.memory import measure
 from mimicnorm.methods import MimicNorm
-from mimicnorm.planning import plan
-from mimicnorm.record import is_batch_norm, record
-from mimicnorm.surgery import convert_, init_
+from mimicnorm.surgery.convert import convert_, init_
+from mimicnorm.surgery.planning import plan
+from mimicnorm.surgery.record import is_batch_norm, record
 
 SIZES = (32, 64, 96, 128, 160, 224, 256, 299, 384)
 

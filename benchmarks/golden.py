@@ -26,8 +26,8 @@ from provenance import RESULTS
 from rich.progress import track
 
 from mimicnorm.methods import METHODS, Method, MimicNorm
-from mimicnorm.planning import plan
-from mimicnorm.steps import Plan
+from mimicnorm.surgery.planning import plan
+from mimicnorm.surgery.steps import Plan
 
 GOLDEN, WHOLE = RESULTS / "plans.jsonl", RESULTS / "plans"
 SHOWN = {

@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from mimicnorm import memory
 from mimicnorm.methods import METHODS, BatchNorm, MimicNorm
-from mimicnorm.surgery import convert
+from mimicnorm.surgery.convert import convert
 
 sys.path.insert(0, str(ROOT / "tests" / "memory"))
 

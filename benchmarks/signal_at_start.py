@@ -19,7 +19,7 @@ from signals import largest_variance, variances
 
 from mimicnorm.layers import WEIGHT_LAYERS
 from mimicnorm.methods import MimicNorm
-from mimicnorm.surgery import convert_
+from mimicnorm.surgery.convert import convert_
 
 THEORY = {"resnet18": 224, "resnet50": 224, "vgg16_bn": 224}
 CALIBRATE = {

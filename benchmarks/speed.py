@@ -32,7 +32,7 @@ from mimicnorm.compare.intervals import median
 from mimicnorm.compare.timing import interleaved
 from mimicnorm.layers import centring
 from mimicnorm.methods import METHODS
-from mimicnorm.surgery import convert_
+from mimicnorm.surgery.convert import convert_
 
 CELLS = (
     "resnet50-8-224",

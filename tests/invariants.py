@@ -11,8 +11,8 @@ from torch import nn
 from mimicnorm.errors import RefusedError
 from mimicnorm.layers import LastNorm
 from mimicnorm.methods import Method, MimicNorm, NoNorm
-from mimicnorm.record import is_batch_norm
-from mimicnorm.surgery import Report, convert, convert_
+from mimicnorm.surgery.convert import Report, convert, convert_
+from mimicnorm.surgery.record import is_batch_norm
 
 
 def leaves(output) -> list[torch.Tensor]:

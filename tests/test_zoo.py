@@ -12,8 +12,8 @@ import zoo
 
 from mimicnorm.errors import CheckError, RefusedError
 from mimicnorm.methods import MimicNorm
-from mimicnorm.planning import plan
-from mimicnorm.surgery import check, convert
+from mimicnorm.surgery.convert import check, convert
+from mimicnorm.surgery.planning import plan
 
 TORCHVISION = [
     "densenet121",

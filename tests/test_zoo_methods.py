@@ -10,7 +10,7 @@ import zoo
 from torch import nn
 
 import mimicnorm as mn
-from mimicnorm.record import is_batch_norm
+from mimicnorm.surgery.record import is_batch_norm
 
 NAMES = ("resnet18", "vgg11_bn", "mobilenet_v2", "densenet121", "timm:resnet26", "timm:resnetv2_50")
 NAMES += ("timm:efficientnet_b0", "timm:repvgg_a0")

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 _WHERE = {
-    "convert": "surgery",
-    "convert_": "surgery",
-    "check": "surgery",
-    "init_": "surgery",
-    "Report": "steps",
-    "plan": "planning",
-    "Plan": "steps",
+    "convert": "surgery.convert",
+    "convert_": "surgery.convert",
+    "check": "surgery.convert",
+    "init_": "surgery.convert",
+    "Report": "surgery.steps",
+    "plan": "surgery.planning",
+    "Plan": "surgery.steps",
     "MimicNorm": "methods",
     "WeightMean": "methods",
     "LastBN": "methods",
@@ -67,9 +67,9 @@ if TYPE_CHECKING:
         SkipInit,
         WeightMean,
     )
-    from mimicnorm.planning import plan
-    from mimicnorm.steps import Plan, Report
-    from mimicnorm.surgery import check, convert, convert_, init_
+    from mimicnorm.surgery.convert import check, convert, convert_, init_
+    from mimicnorm.surgery.planning import plan
+    from mimicnorm.surgery.steps import Plan, Report
 
 
 def __getattr__(name: str) -> Any:

@@ -77,3 +77,11 @@ class CheckpointError(MimicNormError):
 
 class DataError(MimicNormError):
     """A data set cannot be read; the message names the file and the row."""
+
+
+class TheoryError(MimicNormError):
+    """An argument for which the theory has no answer."""
+
+
+class PictureError(MimicNormError):
+    """A figure cannot be drawn or written."""

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # spawned processes start
 import nets
 
 from mimicnorm.methods import WeightMean
-from mimicnorm.surgery import convert_
+from mimicnorm.surgery.convert import convert_
 
 
 def network() -> nn.Module:

@@ -44,8 +44,8 @@ class Convert:
         from mimicnorm.methods import method
         from mimicnorm.models import find
         from mimicnorm.models.lookup import input_shape
-        from mimicnorm.planning import plan
-        from mimicnorm.surgery import convert
+        from mimicnorm.surgery.convert import convert
+        from mimicnorm.surgery.planning import plan
         from mimicnorm.training.recipes import INITS
 
         if self.init not in INITS:

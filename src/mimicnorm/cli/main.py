@@ -13,8 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from mimicnorm.cli.verbs import parse  # all imports are in here: Ctrl-C may come while they load
 
         command = parse(argv)
-        from mimicnorm.errors import MimicNormError
-        from mimicnorm.theory.errors import TheoryError
+        from mimicnorm.errors import MimicNormError, TheoryError
 
         mendable = (MimicNormError, TheoryError, OSError)
         command.run()

@@ -121,11 +121,11 @@ class Doctor:
         from rich.table import Table
 
         from mimicnorm.cli.console import Console
-        from mimicnorm.example import call_arguments
         from mimicnorm.methods import method
         from mimicnorm.models import find
         from mimicnorm.models.lookup import input_shape
-        from mimicnorm.surgery import convert
+        from mimicnorm.surgery.convert import convert
+        from mimicnorm.surgery.example import call_arguments
         from mimicnorm.theory import TheoryError, doctor, figures
 
         samples = self.shape[0] if self.shape else self.batch

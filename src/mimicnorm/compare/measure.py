@@ -15,7 +15,7 @@ from mimicnorm.compare.timing import interleaved, summary
 from mimicnorm.data import Source
 from mimicnorm.errors import MemoryPredictionError, RefusedError
 from mimicnorm.methods import BatchNorm
-from mimicnorm.planning import plan
+from mimicnorm.surgery.planning import plan
 from mimicnorm.training.build import narrowed, network
 from mimicnorm.training.processes import Processes
 from mimicnorm.training.step import DTYPES, Trainer, mean_loss, optimizer

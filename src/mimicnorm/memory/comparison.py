@@ -18,7 +18,7 @@ from mimicnorm.memory.step import measure
 from mimicnorm.memory.units import format_bytes, parse_bytes
 from mimicnorm.methods import METHODS, Method, as_method
 from mimicnorm.methods import settings as fields
-from mimicnorm.surgery import convert
+from mimicnorm.surgery.convert import convert
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -21,11 +21,11 @@ from torch._subclasses.fake_tensor import (
 from torch.autograd.graph import saved_tensors_hooks
 
 from mimicnorm.errors import ExampleError, MemoryPredictionError, MimicNormError
-from mimicnorm.example import describe
 from mimicnorm.memory.analysis import LOSS
 from mimicnorm.memory.arguments import Loss
 from mimicnorm.memory.replica import Replica, first_line
 from mimicnorm.memory.tracker import StorageTracker, UnsizedWorkspaceError
+from mimicnorm.surgery.example import describe
 
 _NEEDS_VALUES = (
     DataDependentOutputException,

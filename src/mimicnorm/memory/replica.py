@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mimicnorm.errors import ExampleError, MemoryPredictionError
-from mimicnorm.example import call_arguments
+from mimicnorm.surgery.example import call_arguments
 
 # The decompositions and the partitioner of torch.compile's default backend, with its graphs run op by op.
 _PARTITION_ONLY = "aot_eager_decomp_partition"

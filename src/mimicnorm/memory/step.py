@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mimicnorm.errors import MemoryPredictionError
-from mimicnorm.isolate import untouched
 from mimicnorm.memory.analysis import Analysis
 from mimicnorm.memory.arguments import (
     Loss,
@@ -27,6 +26,7 @@ from mimicnorm.memory.micro_batches import MicroBatchPasses
 from mimicnorm.memory.passes import Passes, Watch, explained, follow_modules
 from mimicnorm.memory.replica import Replica, batch_size, replicate
 from mimicnorm.memory.tracker import StorageTracker
+from mimicnorm.surgery.isolate import untouched
 
 _ALL_AT_ONCE = ("cuda", "xpu")  # where PyTorch's optimizers work on all parameters at once by default
 

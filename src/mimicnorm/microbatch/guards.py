@@ -13,7 +13,7 @@ from mimicnorm.errors import MicroBatchError, NonFiniteError
 from mimicnorm.layers import LastNorm
 from mimicnorm.microbatch.batches import MicroBatch
 from mimicnorm.microbatch.heads import is_inexact
-from mimicnorm.surgery import check
+from mimicnorm.surgery.convert import check
 
 
 def heads_of(model: nn.Module) -> dict[str, LastNorm]:

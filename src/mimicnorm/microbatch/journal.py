@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Generator, Tensor, nn
 
-from mimicnorm.isolate import snapshot
+from mimicnorm.surgery.isolate import snapshot
 
 _MANY, _MOST = 100, 1000
 """Items of a list that may hold modules; things to look at in all."""

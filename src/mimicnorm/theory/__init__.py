@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from mimicnorm.errors import TheoryError
+
 from .activations import Activation, ActivationStats, activation_stats, find_kinks, gain, resolve
 from .doctor import LayerSignal, Signal, propagate
 from .dual import dual, dual_slope
 from .empirical import empirical_ntk
-from .errors import TheoryError
 from .kernels import Gram, Kernels, kernels, layerwise, residual_kernels
 from .montecarlo import Estimate
 from .networks import FiniteNetwork

@@ -18,8 +18,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mimicnorm.errors import TheoryError
+
 from .arguments import number, reals, running, whole
-from .errors import TheoryError
 from .quadrature import CPU, breakpoints, gaussian_panels, normal_nodes
 
 Function = Callable[[Tensor], Tensor]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .errors import TheoryError
+from mimicnorm.errors import TheoryError
 
 
 def whole(name: str, value: Any, least: int = 1) -> int:

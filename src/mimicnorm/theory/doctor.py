@@ -14,8 +14,9 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from mimicnorm.errors import TheoryError
+
 from .arguments import running, whole
-from .errors import TheoryError
 from .unchanged import unchanged
 
 _CHANNELS_LAST = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RNNBase)

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from mimicnorm.errors import TheoryError
+
 from .activations import Activation, require_close, resolve, settled_moments
 from .arguments import reals
-from .errors import TheoryError
 from .integrals import following_kinks
 from .quadrature import CPU, normal_nodes
 from .series import SMALL, hermite, low_order, sum_series

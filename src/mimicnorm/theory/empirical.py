@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vjp, vmap
 
+from mimicnorm.errors import TheoryError
+
 from .arguments import running, whole
-from .errors import TheoryError
 
 Jacobian = Callable[[slice, dict[str, Tensor]], Tensor]  # (samples, parameters) -> (samples, outputs, parameters)
 

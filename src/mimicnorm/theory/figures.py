@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from .errors import TheoryError
+from mimicnorm.errors import TheoryError
+
 from .kernels import block_scales, layerwise, residual_kernels
 from .montecarlo import correlation_band, gradient_growth
 from .networks import FiniteNetwork

@@ -24,6 +24,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
+from mimicnorm.errors import TheoryError
+
 from .arguments import number, reals
 from .dual import (
     Moments,
@@ -36,7 +38,6 @@ from .dual import (
     require_continuous,
     require_few_pairs,
 )
-from .errors import TheoryError
 from .series import hermite
 from .surface import surface
 from .transition import Transition, check_depth

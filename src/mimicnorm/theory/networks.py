@@ -8,8 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from mimicnorm.errors import TheoryError
+
 from .arguments import whole
-from .errors import TheoryError
 from .kernels import Scales, block_scales
 from .transition import Transition, check_depth
 

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mimicnorm.errors import TheoryError
+
 from .arguments import reals
-from .errors import TheoryError
 
 
 def condition_number(kernel: Tensor, centered: bool = False) -> float:

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mimicnorm.errors import TheoryError
+
 from .activations import Activation, resolve
 from .arguments import number, whole
 from .dual import check_correlation, leaky_slope, moments, pair_moments, require_continuous
-from .errors import TheoryError
 
 KINDS = ("straight", "weight_mean", "batch_norm")
 

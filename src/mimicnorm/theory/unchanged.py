@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .errors import TheoryError
+from mimicnorm.errors import TheoryError
 
 
 @contextmanager

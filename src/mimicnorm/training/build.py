@@ -10,12 +10,13 @@ import math
 import torch
 from torch import Tensor, nn
 
-from mimicnorm import heads, models
+from mimicnorm import models
 from mimicnorm.data import Source
 from mimicnorm.errors import RecipeError
 from mimicnorm.methods import Method, method
-from mimicnorm.record import record
-from mimicnorm.surgery import convert_
+from mimicnorm.surgery import heads
+from mimicnorm.surgery.convert import convert_
+from mimicnorm.surgery.record import record
 from mimicnorm.training.recipes import Recipe
 
 

@@ -1,0 +1,91 @@
+"""Whether a layer can be given another forward, other weights or a start; if not, why and what to do."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+from mimicnorm.layers import has_own_forward
+from mimicnorm.surgery.probe import LayerProbe
+
+REPLACED = (
+    "its forward was replaced on the instance (a wrapper, a patch), so a change of its class would have no effect",
+    "Take the wrapper off (del module.forward), convert, and put it back",
+)
+_DONE = {"centre": "centred", "standardise": "standardised"}
+_ADDED = {
+    "centre": ("residual_scale",),
+    "standardise": ("residual_scale", "gain", "standardisation"),
+    "bias": ("residual_scale", "input_bias"),
+    "scale": ("residual_scale",),
+}  # attributes that a layer gets, by what is done to it
+
+
+@dataclass(frozen=True)
+class Ways:
+    """What is known of a layer.
+
+    Attributes:
+        probe: What it lets be done to it.
+        holds_weight: Whether its weight is a parameter of its own, not computed from others.
+        inside: Whether every use of its weight is a call of the layer.
+    """
+
+    probe: LayerProbe
+    holds_weight: bool
+    inside: bool
+
+
+def why_not(layer: nn.Module, action: str, scaled: bool, starts: bool, ways: Ways) -> tuple[str, str] | None:
+    """Why a layer cannot be changed as planned, and what to do; or None.
+
+    Args:
+        layer: The layer.
+        action: "centre", "standardise", "bias" or "keep".
+        scaled: Whether it gets a scalar.
+        starts: Whether its weights are given a start.
+        ways: What is known of it.
+    """
+    kind = type(layer).__name__
+    changes = action != "keep" or scaled
+    if (changes or starts) and not ways.holds_weight:
+        return (
+            "its weight is computed from other parameters (weight norm, a parametrization), so what would be "
+            f"{_DONE.get(action, 'changed')} and initialised is not what the optimizer sees",
+            "Remove it first (torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, "
+            "remove_spectral_norm or prune.remove), "
+            f"{'' if changes else 'keep all weights with init=None, '}or leave its BatchNorm with where=",
+        )
+    taken = [name for name in _ADDED.get(action, _ADDED["scale"] if scaled else ()) if hasattr(layer, name)]
+    if taken:
+        return (
+            f"it has an attribute {taken[0]!r} of its own, and the conversion adds one of that name",
+            "Rename it, or leave its BatchNorm with where=",
+        )
+    if changes and not ways.inside:
+        return (
+            "its weight is used by a function outside its own forward, which would not be changed",
+            "Call the module itself, or leave its BatchNorm with where=",
+        )
+    if changes and "forward" in layer.__dict__:
+        return REPLACED
+    if action in _DONE and not ways.probe.centres:
+        version = "weight-mean" if action == "centre" else "standardised"
+        if not has_own_forward(type(layer)):
+            return (
+                f"a hook writes into its weight (a mask, say), which its {version} version would undo",
+                "Leave its BatchNorm with where=, or remove the hook",
+            )
+        return (
+            f"{kind} has a forward of its own, and its {version} version gives another output",
+            "Leave its BatchNorm with where=, or use a plain layer",
+        )
+    if (changes or starts) and not ways.probe.follows:
+        return (
+            f"the output of {kind} is not proportional to its weight (a standardised weight, for one), so neither "
+            "starting weights nor a scalar can set the size of its signal",
+            "Put a plain layer in its place (centred weights do what standardised ones are for), or leave its "
+            "BatchNorm with where=",
+        )
+    return None

@@ -1,0 +1,158 @@
+"""Carry out a plan: the surgery, whole or not at all; and what can be asked of a converted network afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from mimicnorm.errors import CheckError, InitError, MimicNormError
+from mimicnorm.layers import FixupLayer, LastNorm, LastNormed, ScaledOutput, Standardised, WeightMean
+from mimicnorm.methods import Method
+from mimicnorm.surgery.init import initialise
+from mimicnorm.surgery.isolate import snapshot
+from mimicnorm.surgery.operate import operate
+from mimicnorm.surgery.planning import plan
+from mimicnorm.surgery.preconditions import Where
+from mimicnorm.surgery.recorder import is_batch_norm
+from mimicnorm.surgery.steps import OWN_INIT, Plan, Report
+
+_CHANGED = {"centre": WeightMean, "standardise": Standardised, "bias": FixupLayer}
+
+
+def convert_(
+    model: nn.Module,
+    method: Method,
+    *,
+    example: Any,
+    init: str | None = "auto",
+    head: str | Sequence[str] | None = None,
+    where: Where | None = None,
+    allow_mixing: Collection[str] = (),
+) -> Report:
+    """Take BatchNorm out of a network, in place; arguments as for ``plan``.
+
+    Convert first, then build the optimizer, compile, wrap or shard. Either all of it happens or an error is
+    raised and the model is as it was.
+
+    Example:
+        >>> from mimicnorm.methods import MimicNorm
+        >>> net = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Flatten(), nn.Linear(256, 4))
+        >>> report = convert_(net, MimicNorm(), example=(2, 8, 6, 6))
+        >>> type(net[0]).__name__, type(net[1]).__name__, report.init
+        ('WeightMeanConv2d', 'Identity', 'theory')
+    """
+    planned = plan(model, method, example=example, init=init, head=head, where=where, allow_mixing=allow_mixing)
+    planned.require()
+    return _carry_out(model, planned, example)
+
+
+def convert(model: nn.Module, method: Method, *, example: Any, **kwargs: Any) -> nn.Module:
+    """A converted deep copy; the argument is untouched. Keywords as for ``convert_``."""
+    planned = plan(model, method, example=example, **kwargs)
+    planned.require()
+    try:
+        twin = copy.deepcopy(model)
+    except Exception as error:
+        raise MimicNormError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}). "
+            "Convert it in place with convert_."
+        ) from error
+    _carry_out(twin, planned, example)
+    return twin
+
+
+def _carry_out(model: nn.Module, planned: Plan, example: Any) -> Report:
+    report = Report(**planned.__dict__)
+    if not report.method.removes_norm:
+        return report
+    with _all_or_nothing(model, report):
+        for bias, beta in operate(model, report):
+            with torch.no_grad():
+                bias.add_(beta.to(bias))
+        model._mimicnorm = planned  # pyrefly: ignore  # for check and init_; not in the state dict
+        if report.init is not None:
+            initialise(model, report, report.init, example)
+    return report
+
+
+def init_(model: nn.Module, init: str = "theory", *, example: Any = None) -> None:
+    """Set the starting weights of a converted network, apart from the surgery.
+
+    For models that were converted with ``init=None``, on the meta device, or are reset for another run.
+
+    Args:
+        model: A converted network, or one that contains it.
+        init: "theory", or "calibrate" (needs ``example``).
+        example: As for ``convert_``; real data is best.
+    """
+    for prefix, root in _conversions(model):
+        done: Plan = root._mimicnorm  # pyrefly: ignore
+        with _all_or_nothing(root, done):
+            if done.method.own_init and init == "calibrate":
+                raise InitError(f'{type(done.method).__name__} {OWN_INIT}: use init="theory"')
+            if prefix and init == "calibrate":
+                raise CheckError(f"calibrate runs the converted network itself: call init_ on {prefix.rstrip('.')!r}")
+            initialise(root, done, init, example)
+
+
+def check(model: nn.Module) -> None:
+    """Raise ``CheckError`` if a converted network is no longer whole.
+
+    A head that was replaced (``model.fc = ...``, ``reset_classifier``) loses its LastNorm; a layer that was
+    replaced loses its centring; a BatchNorm may have come back.
+    """
+    problems: list[str] = []
+    for prefix, root in _conversions(model):
+        modules = dict(root.named_modules())
+        done: Plan = root._mimicnorm  # pyrefly: ignore
+        for head in done.heads:
+            if not isinstance(modules.get(head.name), LastNormed):
+                problems.append(
+                    f"{prefix}{head.name}: the head was replaced and its LastNorm is gone; "
+                    "put it back with mimicnorm.layers.last_norm_(head, LastNorm(classes))"
+                )
+        for step in done.layers:
+            kept = ScaledOutput if step.scale is not None else nn.Module
+            wanted = _CHANGED.get(step.action, kept)
+            if not isinstance(modules.get(step.name), wanted):
+                problems.append(f"{prefix}{step.name}: the layer was replaced and is no longer {wanted.__name__}")
+        left = {n.name for n in done.norms if n.action == "leave"}
+        for name, m in modules.items():
+            if is_batch_norm(m) and not isinstance(m, LastNorm) and name not in left:
+                problems.append(f"{prefix}{name}: a {type(m).__name__} has come back")
+    if problems:
+        raise CheckError("the converted network is no longer whole:\n" + "\n".join(f"  - {p}" for p in problems))
+
+
+def _conversions(model: nn.Module) -> list[tuple[str, nn.Module]]:
+    if not isinstance(model, nn.Module):
+        raise MimicNormError(f"model must be a torch.nn.Module; got {type(model).__name__}")
+    found = [(f"{n}." if n else "", m) for n, m in model.named_modules() if "_mimicnorm" in m.__dict__]
+    if not found:
+        raise CheckError(f"{type(model).__name__} was not converted by mimicnorm")
+    return found
+
+
+@contextlib.contextmanager
+def _all_or_nothing(model: nn.Module, done: Plan) -> Iterator[None]:
+    """Put classes, attributes, registries, values that may be written and the random state back if anything raises."""
+    restore, named = snapshot(model), dict(model.named_modules())
+    changed = [*(s.name for s in (*done.layers, *done.norms)), *done.gates]
+    written = {id(p): p for name in changed for p in named[name].parameters()} | {id(b): b for b in model.buffers()}
+    values = [(t, t.detach().clone()) for t in written.values()]
+    random, on_cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+    try:
+        yield
+    except BaseException:
+        restore()
+        for t, value in values:
+            t.data.copy_(value)
+        torch.set_rng_state(random)
+        if on_cuda is not None:
+            torch.cuda.set_rng_state_all(on_cuda)
+        raise
