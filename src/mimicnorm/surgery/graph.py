@@ -69,7 +69,6 @@ class Graph:
         norm_inputs: What each BatchNorm module was called with, by name; its shape is the module's own view.
         fake: Whether it was recorded on fake tensors; on real ones, values may have steered the model.
         training: Whether in training mode.
-        seed: Of the random numbers.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -78,7 +77,6 @@ class Graph:
     norm_inputs: dict[str, torch.Size] = field(default_factory=dict)
     fake: bool = True
     training: bool = True
-    seed: int = 0
 
     def calls(self, name: str) -> list[Node]:
         """The outputs of a weight layer or BatchNorm, one per use."""

@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mimicnorm.surgery.example import call_arguments, tensors_in
 from mimicnorm.surgery.graph import Graph
-from mimicnorm.surgery.isolate import following, run
+from mimicnorm.surgery.isolate import instead_of_forward, run
 from mimicnorm.surgery.ops import FACTORIES
 from mimicnorm.surgery.record import repeat
-from mimicnorm.surgery.recorder import storage_of
+from mimicnorm.surgery.recorder import Recorder, storage_of
 
 # Operations that keep the shape, or choose from it, along a dimension that they are told.
 _ALONG = {
@@ -33,16 +33,13 @@ _SAMPLES = 11  # enough that a shuffled batch is not by chance as it was, and th
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
-def watch(
-    model: nn.Module, example: Any, like: Graph, follow: Iterable[str] = ()
-) -> tuple[Graph, dict[str, str]] | None:
-    """Record a network once more on fake tensors, with a prime as batch size, and see where samples may meet.
+def watch(model: nn.Module, example: Any, like: Graph) -> tuple[Graph, dict[str, str]] | None:
+    """Record a network on fake tensors with a prime as batch size, and see where samples may meet.
 
     Args:
         model: A network; left as it was. BatchNorms pass their input on, as in every recording.
         example: As for ``record``; the first dimension of its first tensor is taken as the batch.
         like: The graph that was recorded with the example's own batch size.
-        follow: As for ``repeat``.
 
     Returns:
         The graph; and by the module's name, in order, its first operation across the batch. None where the example
@@ -65,31 +62,22 @@ def watch(
     tensors = (*model.parameters(), *model.buffers(), *tensors_in(call))
     sizes = {size for t in tensors for size in t.shape if size}
     prime = next(p for p in _primes() if all(size % p for size in sizes))
+    suspects: dict[str, str] = {}
 
     def many(t: Tensor) -> Tensor:
         return t.new_empty((prime, *t.shape[1:])) if t.dim() and t.shape[0] == batch else t
 
-    mode = _Watch(model, prime)
-    with following(mode.enter, mode.leave):
-        graph = repeat(model, example, like, follow=follow, resize=many, watch=mode)
-    return graph, mode.suspects
+    graph = repeat(model, example, like, resize=many, watch=lambda recorder: _Watch(recorder, prime, suspects))
+    return graph, suspects
 
 
 class _Watch(TorchDispatchMode):
     """Follows the batch through a pass by the factor of a prime in the number of elements."""
 
-    def __init__(self, model: nn.Module, prime: int):
+    def __init__(self, recorder: Recorder, prime: int, suspects: dict[str, str]):
         super().__init__()
-        self.prime, self.suspects = prime, dict[str, str]()
-        self.names = {id(m): name for name, m in model.named_modules()}
-        self.stack: list[str] = []
+        self.recorder, self.prime, self.suspects = recorder, prime, suspects
         self.from_data: dict[int, Tensor] = {}  # memory with what comes from data; kept, so that its ids stay valid
-
-    def enter(self, module: nn.Module, *_: Any) -> None:
-        self.stack.append(self.names.get(id(module), self.stack[-1] if self.stack else ""))
-
-    def leave(self, *_: Any) -> None:
-        self.stack.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -100,9 +88,9 @@ class _Watch(TorchDispatchMode):
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
         factors = [self.factors(t) for t in inputs]
         lost = any(f > 1 or (f == 0 and storage_of(t) in self.from_data) for t, f in zip(inputs, factors, strict=True))
-        kept = [self.factors(t) == 1 for t in outputs if t.numel()]
-        if any(kept) and (lost or self.along_batch(func, name, args, kwargs, all(kept))):
-            self.suspects.setdefault(self.stack[-1] if self.stack else "", name)
+        batched = [self.factors(t) == 1 for t in outputs if t.numel()]
+        if any(batched) and (lost or self.along_batch(func, name, args, kwargs, all(batched))):
+            self.suspects.setdefault(self.recorder.where, name)
         if lost or any(factors):
             self.from_data.update((storage_of(t), t) for t in outputs if self.factors(t) == 0)
         return result
@@ -114,7 +102,7 @@ class _Watch(TorchDispatchMode):
             n, found = n // self.prime, found + 1
         return found
 
-    def along_batch(self, func: Any, name: str, args: tuple, kwargs: dict, all_kept: bool) -> bool:
+    def along_batch(self, func: Any, name: str, args: tuple, kwargs: dict, all_batched: bool) -> bool:
         """Whether an operation that keeps the samples works along them, or may."""
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         x = args[0] if args and isinstance(args[0], Tensor) else None
@@ -124,7 +112,7 @@ class _Watch(TorchDispatchMode):
             return False
         if "batch_norm" in name:
             return any(a is True for a in args) and (x.numel() // x.shape[1]) % self.prime == 0
-        if not all_kept:  # what a fused norm returns beside its output: the statistics
+        if not all_batched:  # what a fused norm returns beside its output: the statistics
             return True
         if name in ("index", "index_put"):
             return any(i is not None and size % self.prime == 0 for i, size in zip(args[1], x.shape, strict=False))
@@ -205,7 +193,6 @@ def _changes(
     batch: int,
     samples: int,
 ) -> dict[str, float]:
-    batched = [t.dim() > 0 and t.shape[0] == batch for t in tensors_in(call)]
     rows = torch.arange(samples, device="cpu") % batch
     shared = _shared(samples)
 
@@ -222,8 +209,7 @@ def _changes(
         return t
 
     def calls(change: Callable[[Tensor], Tensor]) -> _Calls:
-        which = iter(batched)
-        given = pytree.tree_map_only(Tensor, lambda t: change(t) if next(which) else t, call)
+        given = pytree.tree_map_only(Tensor, lambda t: change(t) if t.dim() and t.shape[0] == batch else t, call)
         return _pass(model, given, starts, ignored, names, shared)
 
     first, second = calls(enough), calls(others)
@@ -248,28 +234,27 @@ _Calls = dict[str, list[tuple[list[Tensor], list[Tensor]]]]  # by module, the sh
 def _pass(
     model: nn.Module, call: tuple, starts: Mapping[str, float], ignored: set[str], names: list[str], shared: Tensor
 ) -> _Calls:
-    wanted = {id(model.get_submodule(name)): name for name in names}
+    wanted = {model.get_submodule(name): name for name in names}
     calls: _Calls = {}
-    open_: list[list[Tensor]] = []
 
     def of_shared(values: Any) -> list[Tensor]:
-        found = [t for t in tensors_in(values) if t.is_floating_point() and len(shared) in t.shape]
-        return [t.detach().cpu().movedim(t.shape.index(len(shared)), 0)[shared] for t in found]
+        batched = [t for t in tensors_in(values) if t.is_floating_point() and len(shared) in t.shape]
+        return [t.detach().cpu().movedim(t.shape.index(len(shared)), 0)[shared] for t in batched]
 
-    def enter(module: nn.Module, args: Any) -> None:
-        if id(module) in wanted:
-            open_.append(of_shared(args))
+    def noted(module: nn.Module, forward: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            given = of_shared((args, kwargs))
+            output = forward(*args, **kwargs)
+            calls.setdefault(wanted[module], []).append((given, of_shared(output)))
+            return output
 
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        del args
-        if id(module) in wanted:
-            calls.setdefault(wanted[id(module)], []).append((open_.pop(), of_shared(output)))
+        return call
 
     def one_pass(args: tuple, kwargs: dict) -> None:
         for name in ignored:
             model.get_submodule(name).eval()
         _draw_weights(model, starts)
-        with following(enter, leave):
+        with instead_of_forward(wanted, noted):
             model(*args, **kwargs)
 
     run(model, one_pass, call, training=True, seed=0, modes=(torch.no_grad(),))
