@@ -107,7 +107,7 @@ class _Routed(Reweighted):
 
     def op(self) -> Op:
         kind = plain_kind(type(self).base)
-        if kind is nn.Linear:
+        if kind is nn.Linear or kind is None:
             return Matrix()
         n = len(self.stride)
         if kind in TRANSPOSED:
@@ -224,8 +224,10 @@ def plain_kind(cls: type) -> type | None:
 
 
 def has_own_forward(cls: type) -> bool:
-    """Whether a weight-layer class computes something else than PyTorch's own."""
+    """Whether a class computes something else than PyTorch's weight layer does that it is derived from, if any."""
     kind = plain_kind(cls)
+    if kind is None:
+        return True
     names = ("forward", "_conv_forward") if kind in CONVOLUTIONS else ("forward",)
     return any(getattr(cls, name) is not getattr(kind, name) for name in names)
 
@@ -235,7 +237,7 @@ def reweighted_class(
 ) -> type[nn.Module]:
     """The subclass of a convolution or linear class that treats its weight so; for a factory."""
     kind = plain_kind(base)
-    if kind is None:
+    if kind is None and base.__module__.startswith("torch.nn."):
         raise TypeError(f"{base.__qualname__} is no convolution or linear class of PyTorch's")
     if has_own_forward(base):
         forward: type = _Routed

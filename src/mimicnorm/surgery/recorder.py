@@ -145,6 +145,8 @@ class Recorder(TorchFunctionMode):
             whole = [n for n in inputs if n.shape == outputs[0].shape]
             if len(whole) == 1:  # the others are spread over positions: they shift it (FiLM), and no branch ends here
                 kind, inputs = Kind.CONSTANT, (whole[0], *(n for n in inputs if n is not whole[0]))
+        if kind is Kind.CONCAT and outputs and not outputs[0].numel():
+            kind = Kind.VIEW  # of nothing
         if name == "setitem" and mutated:
             inputs = tuple(n for n in (self.node(args[0]), self.node(args[2])) if n is not None)
             name, kind = "overwrite", Kind.CONCAT if len(inputs) > 1 else Kind.VIEW
