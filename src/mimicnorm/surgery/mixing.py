@@ -8,6 +8,7 @@ samples decide, module by module.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mimicnorm.surgery.aliases import storage_of
 from mimicnorm.surgery.example import call_arguments, tensors_in
 from mimicnorm.surgery.graph import Graph
 from mimicnorm.surgery.isolate import instead_of_forward, run
 from mimicnorm.surgery.ops import FACTORIES
 from mimicnorm.surgery.record import repeat
-from mimicnorm.surgery.recorder import Recorder, storage_of
+from mimicnorm.surgery.recorder import Recorder
 
 # Operations that keep the shape, or choose from it, along a dimension that they are told.
 _ALONG = {
@@ -137,7 +139,7 @@ def changes(
     ignored: Iterable[str] = (),
     starts: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """How much the output of some samples changes with the others, by module; a few real passes.
+    """How much the output of some samples changes with the others, by module; two or three real passes.
 
     Args:
         model: A network; left as it was.
@@ -156,20 +158,62 @@ def changes(
         {'1': 0.0}
     """
     names = list(dict.fromkeys(names))
-    call = call_arguments(model, example)
-    batch = batch_size(call)
-    if batch is None or any(t.is_meta for t in (*tensors_in(call), *model.parameters(), *model.buffers())):
+    arguments = call_arguments(model, example)
+    batch = batch_size(arguments)
+    if batch is None or any(t.is_meta for t in (*tensors_in(arguments), *model.parameters(), *model.buffers())):
         return dict.fromkeys(names, math.nan)
 
-    def passes(samples: int) -> dict[str, float]:
-        return _changes(model, call, starts or {}, set(ignored), names, batch, samples)
+    def one_pass(args: tuple, kwargs: dict, shared: Tensor) -> _Calls:
+        for name in ignored:
+            model.get_submodule(name).eval()
+        _draw_weights(model, starts or {})
+        calls: _Calls = {name: [] for name in names}
+        noted = functools.partial(_noted, calls, {model.get_submodule(name): name for name in names}, shared)
+        with instead_of_forward(map(model.get_submodule, names), noted):
+            model(*args, **kwargs)
+        return calls
+
+    def trial(samples: int) -> dict[str, float]:
+        shared = _shared(samples)
+
+        def calls(replace: bool) -> _Calls:
+            inputs = pytree.tree_map_only(Tensor, lambda t: _rows(t, batch, shared, replace), arguments)
+            return run(model, one_pass, (*inputs, shared), training=True, seed=0, modes=(torch.no_grad(),))
+
+        first, second = calls(replace=False), calls(replace=True)
+        found = {name: _worst(first[name], second[name]) for name in names}
+        if any(found.values()):
+            again = calls(replace=False)
+            found |= {name: math.nan for name in names if found[name] and _worst(first[name], again[name]) != 0}
+        return found
 
     try:
-        return passes(_SAMPLES)
+        return trial(_SAMPLES)
     except Exception:
         if batch < 2:
             raise
-        return passes(batch)  # a batch size that is written into the model
+        return trial(batch)  # a batch size that is written into the model
+
+
+_Calls = dict[str, list[tuple[list[Tensor], list[Tensor]]]]  # by module, the shared samples in and out of every call
+
+
+def _noted(
+    calls: _Calls, names: dict[nn.Module, str], shared: Tensor, module: nn.Module, forward: Callable
+) -> Callable:
+    """A forward that notes the shared samples in its arguments and in its output."""
+
+    def of_shared(values: Any) -> list[Tensor]:
+        batched = [t for t in tensors_in(values) if t.is_floating_point() and len(shared) in t.shape]
+        return [t.detach().cpu().movedim(t.shape.index(len(shared)), 0)[shared] for t in batched]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = of_shared((args, kwargs))
+        output = forward(*args, **kwargs)
+        calls[names[module]].append((given, of_shared(output)))
+        return output
+
+    return call
 
 
 def _draw_weights(model: nn.Module, starts: Mapping[str, float]) -> None:
@@ -184,40 +228,17 @@ def _draw_weights(model: nn.Module, starts: Mapping[str, float]) -> None:
             p.copy_((starts.get(name) or 0.1) * drawn)
 
 
-def _changes(
-    model: nn.Module,
-    call: tuple,
-    starts: Mapping[str, float],
-    ignored: set[str],
-    names: list[str],
-    batch: int,
-    samples: int,
-) -> dict[str, float]:
-    rows = torch.arange(samples, device="cpu") % batch
-    shared = _shared(samples)
-
-    def enough(t: Tensor) -> Tensor:
-        return t[rows.to(t.device)]
-
-    def others(t: Tensor) -> Tensor:
-        t = enough(t)
-        if t.is_floating_point():
-            t[~shared] = 0.5 - 3 * t[~shared]
-        else:
-            order = torch.randperm(t.numel(), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-            t[~shared] = t.flatten()[order.to(t.device)].view_as(t)[~shared]
+def _rows(t: Tensor, batch: int, shared: Tensor, replace: bool) -> Tensor:
+    """As many samples as are needed of an input, all but the shared ones replaced if so wanted."""
+    if not t.dim() or t.shape[0] != batch:
         return t
-
-    def calls(change: Callable[[Tensor], Tensor]) -> _Calls:
-        given = pytree.tree_map_only(Tensor, lambda t: change(t) if t.dim() and t.shape[0] == batch else t, call)
-        return _pass(model, given, starts, ignored, names, shared)
-
-    first, second = calls(enough), calls(others)
-    found = {name: _worst(first.get(name, []), second.get(name, [])) for name in names}
-    if any(found.values()):
-        again = calls(enough)
-        found |= {n: math.nan for n in names if found[n] and _worst(first.get(n, []), again.get(n, [])) != 0}
-    return found
+    t = t[torch.arange(len(shared), device=t.device) % batch]
+    if replace and t.is_floating_point():
+        t[~shared] = 0.5 - 3 * t[~shared]
+    elif replace:
+        order = torch.randperm(t.numel(), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+        t[~shared] = t.flatten()[order.to(t.device)].view_as(t)[~shared]
+    return t
 
 
 def _shared(samples: int) -> Tensor:
@@ -228,58 +249,24 @@ def _shared(samples: int) -> Tensor:
     return shared
 
 
-_Calls = dict[str, list[tuple[list[Tensor], list[Tensor]]]]  # by module, the shared samples in and out of every call
-
-
-def _pass(
-    model: nn.Module, call: tuple, starts: Mapping[str, float], ignored: set[str], names: list[str], shared: Tensor
-) -> _Calls:
-    wanted = {model.get_submodule(name): name for name in names}
-    calls: _Calls = {}
-
-    def of_shared(values: Any) -> list[Tensor]:
-        batched = [t for t in tensors_in(values) if t.is_floating_point() and len(shared) in t.shape]
-        return [t.detach().cpu().movedim(t.shape.index(len(shared)), 0)[shared] for t in batched]
-
-    def noted(module: nn.Module, forward: Callable) -> Callable:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            given = of_shared((args, kwargs))
-            output = forward(*args, **kwargs)
-            calls.setdefault(wanted[module], []).append((given, of_shared(output)))
-            return output
-
-        return call
-
-    def one_pass(args: tuple, kwargs: dict) -> None:
-        for name in ignored:
-            model.get_submodule(name).eval()
-        _draw_weights(model, starts)
-        with instead_of_forward(wanted, noted):
-            model(*args, **kwargs)
-
-    run(model, one_pass, call, training=True, seed=0, modes=(torch.no_grad(),))
-    return calls
-
-
 def _worst(a: list, b: list) -> float:
     """The largest change of an output over the calls whose inputs agree; NaN if there is none to judge by."""
-    judged = [
-        _apart(one[1], other[1]) for one, other in zip(a, b, strict=False) if one[1] and not _apart(one[0], other[0])
-    ]
+    pairs = zip(a, b, strict=False)
+    judged = [_apart(one[1], other[1]) for one, other in pairs if one[1] and not _apart(one[0], other[0])]
     finite = [change for change in judged if not math.isnan(change)]
     return max(finite) if finite and (max(finite) > 0 or len(finite) == len(judged)) else math.nan
 
 
 def _apart(a: list[Tensor], b: list[Tensor]) -> float:
-    worst, told = 0.0, True
+    """The largest relative difference of two lists of tensors; NaN if that is not a number."""
+    worst, defined = 0.0, True
     for one, other in zip(a, b, strict=True):
         difference = torch.where(one == other, 0.0, one.double() - other.double()).norm()
         relative = float(difference / one.double().norm().clamp_min(1e-30)) if difference else 0.0
-        if math.isnan(relative) or math.isinf(relative):
-            told = False
-        elif relative > _TOLERANCE.get(one.dtype, 1e-4):
+        defined &= math.isfinite(relative)
+        if _TOLERANCE.get(one.dtype, 1e-4) < relative < math.inf:
             worst = max(worst, relative)
-    return worst if told or worst else math.nan
+    return worst if defined or worst else math.nan
 
 
 def batch_size(call: tuple[tuple, dict]) -> int | None:

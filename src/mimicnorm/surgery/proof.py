@@ -60,7 +60,7 @@ def prove(model: nn.Module, planned: Plan, graph: Graph, example: Any, allow_mix
             _refuse_broken(planned, error)
             return
         if suspects and not changes:
-            _judge(model, planned, example, suspects, allow_mixing)
+            _refuse_mixing(model, planned, example, suspects, allow_mixing)
     if changes:
         _explain_change(planned, changes[0], _same_twice(model, planned, graph, example))
     elif not graph.outputs:
@@ -260,36 +260,35 @@ def _refuse_broken(planned: Plan, error: Exception) -> None:
 # -- no sample sees another --------------------------------------------------------------------------------------
 
 
-def _judge(
+def _refuse_mixing(
     model: nn.Module, planned: Plan, example: Any, suspects: dict[str, str], allow_mixing: Collection[str]
 ) -> None:
     """Refuse a network whose samples see each other by numbers, whatever its modules are called."""
     left = {n.name for n in planned.norms if n.action == "leave"}
-    suspects = {name: op for name, op in suspects.items() if name not in left}
+    accepted = {name for name in suspects if any(not a or f"{name}.".startswith(f"{a}.") for a in allow_mixing)}
     starts = {f"{s.name}.weight": s.gain / math.sqrt(s.fan_in) for s in planned.layers}
+    tried = [name for name in suspects if name not in left | accepted]
     try:
-        changes = mixing.changes(model, example, suspects, ignored=left, starts=starts)
+        changes = mixing.changes(model, example, tried, ignored=left, starts=starts) if tried else {}
     except Exception:  # the passes were extra: that they cannot be made says nothing about the conversion
-        changes = dict.fromkeys(suspects, math.nan)
-    for name, change in changes.items():
-        kind = type(model.get_submodule(name)).__name__
-        kind = kind.removeprefix("LastNormed") if name in {h.name for h in planned.heads} else kind
-        at, by = (
-            f"{name!r} ({kind})" if name else "the network itself",
-            f" ({suspects[name]})" if suspects[name] else "",
-        )
-        allowed = any(name == a or not a or name.startswith(f"{a}.") for a in allow_mixing)
-        if math.isnan(change):
-            planned.notes.append(f"{at} may work across the batch{by}: that could not be tried")
-        elif change > 0 and allowed:
+        changes = dict.fromkeys(tried, math.nan)
+    for name in suspects:
+        kind = type(model.get_submodule(name)).__name__.removeprefix("LastNormed")
+        at = f"{name!r} ({kind})" if name else "the network itself"
+        by = f" ({suspects[name]})" if suspects[name] else ""
+        change = changes.get(name, 0.0)
+        if name in accepted:
             planned.notes.append(f"{at} works across the batch{by}, which allow_mixing= accepts")
+        elif math.isnan(change):
+            planned.notes.append(f"{at} may work across the batch{by}: that could not be tried")
         elif change > 0:
             planned.refusals.append(
                 Refusal(
                     name,
-                    f"samples would still see each other: {at} works across the batch{by}, its output for one sample "
-                    f"changes by {change:.1g} of its size with the others, and it is not a BatchNorm known here",
-                    "Put nn.BatchNorm in its place before converting. If it is meant to mix samples, or the first "
-                    f"dimension of the first argument is not the batch, accept it with allow_mixing=({name!r},)",
+                    f"samples would still see each other: {at} works across the batch{by}, which is taken to be the "
+                    f"first dimension of the first argument. Its output for one sample changes by {change:.1g} of its "
+                    "size with the others, and it is not a BatchNorm known here",
+                    "If it is a norm, put nn.BatchNorm in its place before converting. If it is meant to mix samples, "
+                    f"or that dimension is not the batch (the nodes of a graph), accept it: allow_mixing=({name!r},)",
                 )
             )

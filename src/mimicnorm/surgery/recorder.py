@@ -18,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mimicnorm.errors import ExampleError
 from mimicnorm.layers import LINEAR_CALLS, WEIGHT_LAYERS, Reweighted, autocast_dtype
+from mimicnorm.layers.reweight import LinearCall
+from mimicnorm.surgery.aliases import Aliases, storage_of
 from mimicnorm.surgery.example import tensors_in
 from mimicnorm.surgery.graph import Graph, Node
 from mimicnorm.surgery.isolate import instead_of_forward
@@ -64,7 +66,7 @@ class Recorder(TorchFunctionMode):
         self.tainted: dict[int, tuple[Tensor, tuple[Node, ...]]] = {}  # made from data where no function was seen
         self.known: dict[int, tuple[Tensor, Node]] = {}
         self.alive: list[Tensor] = list(state.values())  # ids stay valid while objects live
-        self.aliases: dict[int, list[Tensor]] = {}
+        self.aliases = Aliases()
         self.stack: list[str] = []
         self.failed = ""  # the innermost module that raised
         self.by_hand: list[tuple[str, Tensor, int]] = []  # open BatchNorms of other classes, their input, since when
@@ -95,15 +97,9 @@ class Recorder(TorchFunctionMode):
             parent.users.append(node)
             node.ancestors |= parent.ancestors
         self.graph.nodes.append(node)
-        self.alias(t)
+        self.aliases.add(t)
         self.known[id(t)] = (t, node)
         return node
-
-    def alias(self, t: Tensor) -> None:
-        """Remember every view of a memory: a write to one is a write to all."""
-        views = self.aliases.setdefault(storage_of(t), [])
-        if not any(t is v for v in views):
-            views.append(t)
 
     @property
     def where(self) -> str:
@@ -115,9 +111,9 @@ class Recorder(TorchFunctionMode):
         kwargs = kwargs or {}
         if "batch_norm" in getattr(func, "__name__", ""):
             return self.batch_norm(func, args, kwargs)
-        if func in LINEAR_CALLS:
-            self.check_types(func, args, kwargs)
-            self.begin_at_constant(func, args, kwargs)
+        linear = LINEAR_CALLS[func](*args, **kwargs) if func in LINEAR_CALLS else None
+        if linear is not None and isinstance(linear.input, Tensor):
+            self.before_linear(linear)
         tensors = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         versions = list(map(_version, tensors))
         result = func(*args, **kwargs)
@@ -131,12 +127,12 @@ class Recorder(TorchFunctionMode):
         if not inputs:
             self.note_sources(tensors, outputs + mutated)
             for t in (*tensors, *outputs):
-                self.alias(t)
+                self.aliases.add(t)
             return result
         kind = kind_of(name, len(inputs))
         extra: dict[str, Any] = {"arguments": self.arguments((args, kwargs))}
-        if kind is Kind.LAYER:
-            extra |= self.layer_call(func, args, kwargs)
+        if linear is not None:
+            extra |= {"settings": {"op": linear.op}, **self.layer_call(linear)}
         if kind in (Kind.ACTIVATION, Kind.SUM, Kind.PAD):
             extra["settings"] = _settings(args, kwargs)
         if kind in (Kind.ACTIVATION, Kind.CONSTANT):
@@ -161,9 +157,7 @@ class Recorder(TorchFunctionMode):
     def mutate(self, t: Tensor, name: str, kind: Kind, inputs: tuple[Node, ...], extra: dict) -> None:
         """Note an in-place operation: a new value for ``t`` and for every other view of its memory."""
         new = self.add(t, name, kind, inputs, **extra)
-        for other in list(self.aliases.get(storage_of(t), ())):
-            if other is t or _disjoint(other, t):
-                continue
+        for other in self.aliases.of(t):
             old = self.node(other)
             if other.numel() <= t.numel() or old is None:
                 self.add(other, "view", Kind.VIEW, (new,))
@@ -238,10 +232,14 @@ class Recorder(TorchFunctionMode):
 
     # -- weight layers -------------------------------------------------------------------------
 
-    def begin_at_constant(self, func: Any, args: tuple, kwargs: dict) -> None:
-        """A layer fed by a learned constant or a grid of positions begins a flow of data of its own."""
-        call = LINEAR_CALLS[func](*args, **kwargs)
-        if isinstance(call.input, Tensor) and self.node(call.input) is None and self.running_holder(call.weight):
+    def before_linear(self, call: LinearCall) -> None:
+        """Check the types, as fake kernels do not; begin at a learned constant or a grid of positions."""
+        if autocast_dtype(call.input) is None and call.input.dtype != call.weight.dtype:
+            raise ExampleError(
+                f"the example reaches layer {self.where!r} as {call.input.dtype}, but its weight is "
+                f"{call.weight.dtype}: give the example in the model's own type."
+            )
+        if self.node(call.input) is None and self.running_holder(call.weight):
             self.add(call.input, "constant", Kind.OPAQUE, ())
 
     def holders(self, weight: Tensor) -> list[str]:
@@ -254,35 +252,19 @@ class Recorder(TorchFunctionMode):
         layers = (n for n in self.holders(weight) if isinstance(self.modules[n], WEIGHT_LAYERS) or weight.dim() == 2)
         return next((name for name in layers if self.stack and name == self.where), None)
 
-    def layer_call(self, func: Any, args: tuple, kwargs: dict) -> dict:
+    def layer_call(self, call: LinearCall) -> dict[str, Any]:
         """Attribute a linear call to the layer whose weight it takes, by identity; else to the layer running."""
-        if func not in LINEAR_CALLS:
-            return {}
-        call = LINEAR_CALLS[func](*args, **kwargs)
-        settings = {"settings": {"op": call.op}}
-        holder = self.running_holder(call.weight)
-        if holder is not None:
-            return settings | {"layer": holder}
+        if (holder := self.running_holder(call.weight)) is not None:
+            return {"layer": holder}
         for name in self.holders(call.weight):
             if isinstance(self.modules[name], WEIGHT_LAYERS):
-                return settings | {"layer": name, "inside_module": False}
+                return {"layer": name, "inside_module": False}
         for running in reversed(self.stack):
             parameters = {f"{running}.{p}".lstrip(".") for p, _ in self.modules[running].named_parameters()}
             derived = parameters & self.sources.get(id(call.weight), set())
             if isinstance(self.modules[running], WEIGHT_LAYERS) and derived:
-                return settings | {"layer": running, "derived_weight": True}
-        return settings
-
-    def check_types(self, func: Any, args: tuple, kwargs: dict) -> None:
-        """Raise for mixed types as real kernels do; fake ones are lenient."""
-        call = LINEAR_CALLS[func](*args, **kwargs)
-        if not isinstance(call.input, Tensor) or autocast_dtype(call.input) is not None:
-            return
-        if call.input.dtype != call.weight.dtype:
-            raise ExampleError(
-                f"the example reaches layer {self.where!r} as {call.input.dtype}, but its weight is "
-                f"{call.weight.dtype}: give the example in the model's own type."
-            )
+                return {"layer": running, "derived_weight": True}
+        return {}
 
     # -- modules -------------------------------------------------------------------------------
 
@@ -337,7 +319,7 @@ class Recorder(TorchFunctionMode):
     def finish(self, output: Any) -> Graph:
         """Note outputs and what modules keep; forget reads without consequence."""
         for t in tensors_in([v for m in self.model.modules() for k, v in m.__dict__.items() if k not in _REGISTRIES]):
-            for view in self.aliases.get(storage_of(t), ()):
+            for view in (t, *self.aliases.of(t)):
                 if id(view) in self.known:
                     self.known[id(view)][1].tapped = True
         self.graph.outputs = [n for t in tensors_in(output) if (n := self.node(t)) is not None]
@@ -381,30 +363,8 @@ def stand_in(x: Tensor, fake: bool) -> Tensor:
     return x.clone() if fake or x.numel() <= x.shape[1] else F.batch_norm(x, None, None, training=True)
 
 
-def storage_of(t: Tensor) -> int:
-    """What is equal for two tensors that share memory, while they live."""
-    try:
-        return t.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse and other tensors without a storage of their own
-        return id(t)
-
-
 def _version(t: Tensor) -> int:
     return 0 if t.is_inference() else t._version
-
-
-def _disjoint(a: Tensor, b: Tensor) -> bool:
-    """Whether two views of one memory share no element, told for views of the same strides (chunks, slices)."""
-    if a.stride() != b.stride() or a.dim() != b.dim():
-        return False
-    rest = abs(int(a.storage_offset()) - int(b.storage_offset()))
-    lower = a if a.storage_offset() <= b.storage_offset() else b
-    for stride, size in sorted(zip(lower.stride(), lower.shape, strict=True), reverse=True):
-        if stride > 0:
-            steps, rest = divmod(rest, int(stride))
-            if steps >= size:
-                return True
-    return rest > 0
 
 
 def _settings(args: tuple, kwargs: dict) -> dict[str, Any]:
