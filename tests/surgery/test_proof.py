@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import invariants
+import nets
 import numpy as np
 import pytest
 import torch
@@ -324,3 +325,63 @@ def test_a_rehearsal_leaves_no_trace():
     assert torch.equal(random, torch.get_rng_state())
     for (name, one), (_, other) in zip(model.state_dict().items(), before.state_dict().items(), strict=True):
         assert torch.equal(one, other), name
+
+
+# -- how often a network runs ------------------------------------------------------------------------------------
+
+
+class Counted(nn.Module):
+    """Counts the passes that run to their end, on the class: attributes are put back."""
+
+    passes = 0
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.net(x)
+        Counted.passes += 1
+        return output
+
+
+class Halves(nn.Module):
+    """Takes the batch apart and puts it together again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([half.relu() for half in x.chunk(2)])
+
+
+class IdleInTraining(nn.Sequential):
+    """Has a BatchNorm that runs in evaluation mode only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if not self.training else nn.Sequential(*self[:3], *self[5:])(x)
+
+
+class OnValues(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.mean() < 1e9 else x
+
+
+def body(*middle: nn.Module) -> list[nn.Module]:
+    head = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU())
+    return [*head, *middle, nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 5)]
+
+
+PASSES = {
+    "ReLU": (lambda: nets.resnet(), 2),  # recorded, rehearsed
+    "calibrated": (lambda: nn.Sequential(*body()), 3),
+    "a norm that is idle in training": (lambda: IdleInTraining(*body(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))), 4),
+    "samples seem to meet in a module": (lambda: nn.Sequential(*body(Halves())), 4),
+    "values steer": (lambda: OnValues(*body()), 5),  # without a suspect by name, the network itself is tried twice
+}
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_how_often_a_network_runs(kind: str):
+    net, most = PASSES[kind]
+    Counted.passes = 0
+    report = mn.convert_(Counted(net()), mn.MimicNorm(min_fan_in=1), example=IMAGE)
+    assert report.init == ("theory" if kind == "ReLU" else "calibrate")
+    assert Counted.passes == most

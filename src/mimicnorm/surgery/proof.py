@@ -4,11 +4,11 @@ The surgery is rehearsed on the model itself and undone: classes and registries 
 then must be the graph from before without its norms: code that asks for a class (``isinstance(layer, nn.BatchNorm2d)``)
 takes another path once the class is gone. And no sample may see another.
 
-Forward passes, each run to its end: ``record`` takes one, or two if a BatchNorm did not run. The rehearsal takes one,
-with a prime as batch size, and one more with the example's own if the two graphs differ. Code that asks both for the
-mode and for what a conversion changes is compared in evaluation mode, too: two more. Two passes on real batches decide
-where samples seem to meet, and one repeats what would be refused. Calibration takes one. Nearly all networks need the
-recording and the rehearsal alone.
+Forward passes that run to their end: ``record`` takes one, and one more if a BatchNorm did not run. The rehearsal takes
+one with a prime as batch size, and one with the example's own if the two graphs differ. Code that asks both for the
+mode and for what a conversion changes is compared in evaluation mode, too: two more. A pass on real tensors decides
+where samples seem to meet; two if it is in the network's own forward. Calibration takes one. Nearly all networks need
+the recording and the rehearsal, and no more.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ def prove(model: nn.Module, planned: Plan, graph: Graph, example: Any, allow_mix
         example: As for ``plan``.
         allow_mixing: Names of modules that may work across the batch, with all that is inside them.
     """
-    originals = [graph]
-    if graph.training and _asks_for_mode(model, planned):
+    in_training = graph if graph.training or graph.other_mode is None else graph.other_mode
+    originals = [in_training]
+    if _asks_for_mode(model, planned):
         with contextlib.suppress(Exception):  # it may not run in evaluation mode
-            originals.append(repeat(model, example, Graph(fake=graph.fake, training=False)))
+            evaluated = in_training.other_mode or repeat(model, example, Graph(fake=graph.fake, training=False))
+            originals.append(evaluated)
     with _rehearsed(model, planned):
-        same, suspects = _same_with_another_batch(model, planned, graph, example)
+        same, suspects = _same_with_another_batch(model, planned, in_training, example)
         try:
             changes = [n for g in originals[same:] if (n := _change(model, planned, g, example)) is not None]
         except Exception as error:
@@ -62,7 +64,7 @@ def prove(model: nn.Module, planned: Plan, graph: Graph, example: Any, allow_mix
         if suspects and not changes:
             _refuse_mixing(model, planned, example, suspects, allow_mixing)
     if changes:
-        _explain_change(planned, changes[0], _same_twice(model, planned, graph, example))
+        _explain_change(planned, changes[0], _same_twice(model, planned, in_training, example))
     elif not graph.outputs:
         planned.notes.append("no tensor is seen in what the model returns, so it could not be compared")
     if not graph.fake:
@@ -114,11 +116,7 @@ def _same_with_another_batch(
     with contextlib.suppress(Exception):
         watched = mixing.watch(model, example, graph)
         if watched is not None:
-            same = _changed_node(graph, watched[0], planned, same_batch=False) is None
-            if graph.training:
-                return same, watched[1]
-            in_training = mixing.watch(model, example, Graph())  # samples may meet in training only
-            return same, {**watched[1], **(in_training or watched)[1]}
+            return _changed_node(graph, watched[0], planned, same_batch=False) is None, watched[1]
     return False, {"": ""}
 
 

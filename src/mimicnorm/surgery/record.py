@@ -51,6 +51,7 @@ def record(model: nn.Module, example: Any) -> Graph:
     if norms - graph.norms():
         with contextlib.suppress(ExampleError, *_NEEDS_VALUES):  # the first recording is good without it
             evaluated = record_in_mode(model, example, training=False)
+            graph.other_mode, evaluated.other_mode = evaluated, graph
             if len(evaluated.norms() & norms) > len(graph.norms() & norms):
                 return evaluated
     return graph
