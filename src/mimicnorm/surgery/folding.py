@@ -7,26 +7,16 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from mimicnorm.methods.base import Method, NormFacts
 from mimicnorm.methods.edits import LayerEdit
 from mimicnorm.surgery import flow, probe
 from mimicnorm.surgery.graph import Graph, Node
 from mimicnorm.surgery.roles import Roles
-
-
-@dataclass(frozen=True)
-class Folding:
-    """What of a BatchNorm its layers can take up; fields as in ``methods.base.Norm``."""
-
-    removable: bool = False
-    has_beta: bool = True
-    beta_into: str | None = None
-    scale_into: tuple[str, ...] = ()
-    obstacle: str = ""
 
 
 class Folder:
@@ -39,6 +29,7 @@ class Folder:
         roles: The layers of each.
         layers: What is planned for them.
         probes: What each layer allows.
+        method: Knows which layers take a scalar.
     """
 
     def __init__(
@@ -49,40 +40,51 @@ class Folder:
         roles: Roles,
         layers: Mapping[str, LayerEdit],
         probes: Mapping[str, probe.LayerProbe],
+        method: Method,
     ):
         self.graph, self.modules, self.norms = graph, modules, norms
-        self.roles, self.layers, self.probes = roles, layers, probes
+        self.roles, self.layers, self.probes, self.method = roles, layers, probes, method
         self.uses: Counter[str] = flow.uses(graph)
 
-    def fold(self, name: str) -> Folding:
-        """Return what the layers before a BatchNorm can take up."""
-        has_beta = getattr(self.modules[name], "bias", None) is not None
-        if name not in self.roles.owned:
-            return Folding(has_beta=has_beta)
-        calls, owned = self.graph.calls(name), self.roles.owned[name]
-        _, owners = self.roles.of_norm(name)
+    def facts(self, name: str, positions: int) -> NormFacts:
+        """Return what is possible for a BatchNorm that has so many values per sample and channel."""
+        module, calls = self.modules[name], self.graph.calls(name)
+        facts = NormFacts(
+            channels=probe.channels(module),
+            positions=positions,
+            has_beta=getattr(module, "bias", None) is not None,
+            before_activation=any(flow.reaches_activation(c) for c in calls),
+            obstacle=f"before {', '.join(self.roles.of_norm(name)[1][:3]) or 'no layer'}",
+        )
+        if not calls:
+            return replace(facts, obstacle="never called on the example")
+        return self._after_layers(name, calls, facts) if name in self.roles.owned else facts
+
+    def _after_layers(self, name: str, calls: list[Node], facts: NormFacts) -> NormFacts:
+        """Add what the layers before a BatchNorm can take up."""
+        owned, (_, owners) = self.roles.owned[name], self.roles.of_norm(name)
         layer = owners[0]
         read_once = all(flow.read_once(o) and not o.tapped for o in owned)
         # Layer and BatchNorm meet in every call of either, and in nothing else: they may be used as one.
         paired = len(owners) == 1 and self.uses[layer] == len(calls) == len(set(owned))
-        sharer = self._unused_sibling(name)
-        alone = paired and read_once and uses_are_calls(self.graph, layer) and sharer is None
+        sibling = self._unused_sibling(name)
+        alone = paired and read_once and uses_are_calls(self.graph, layer) and sibling is None
         direct = all(c.inputs[0] is o for c, o in zip(calls, owned, strict=True))
         takes_beta = alone and direct and self._takes_beta(name, layer, owned[0])
         changed = self.layers[layer].action in ("centre", "standardise")
-        takes_scale = alone and changed and self.probes[layer].scales
+        takes_scale = alone and changed and self.probes[layer].scales and self.method.folds_scale(self.layers[layer])
         obstacle = "beta cannot become its layer's bias" if alone else "its layer is also used without it"
-        if not has_beta:
+        if not facts.has_beta:
             obstacle = "between it and its layer is a view, which an in-place activation must not write into"
-        if sharer is not None:
-            obstacle = f"{sharer} did not run and may share its layer"
+        if sibling is not None:
+            obstacle = f"{sibling} did not run and may share its layer"
         if not read_once:
             obstacle = "its layer's output is read more than once"
         if any(o.tapped for o in owned):
             obstacle = "a hook or an attribute may keep its layer's output"
-        return Folding(
+        return replace(
+            facts,
             removable=direct and read_once,
-            has_beta=has_beta,
             beta_into=layer if takes_beta else None,
             scale_into=(layer,) if takes_scale else (),
             obstacle=obstacle,
