@@ -53,6 +53,7 @@ class Method:
         unit_layers: Whether a changed layer's output has variance 1 whatever its input has.
         needs_branches: Whether a network without residual branches is refused.
         changes_heads: Whether the layers that make the logits are changed, too.
+        scales_bias: Whether a branch's scalar multiplies the bias of its last layer, too.
         own_init: Whether it prescribes initial weights for any network, so that nothing is calibrated.
         scalar_rate: The learning rate of its scalars over that of the rest, where its authors prescribe one.
         min_fan_in: Layers with this fan-in or less are not changed.
@@ -66,6 +67,7 @@ class Method:
     unit_layers: ClassVar[bool] = False
     needs_branches: ClassVar[bool] = False
     changes_heads: ClassVar[bool] = False
+    scales_bias: ClassVar[bool] = False
     own_init: ClassVar[bool] = False
     scalar_rate: ClassVar[float] = 1.0
     min_fan_in: ClassVar[int] = 1
@@ -118,10 +120,6 @@ class Method:
         gain = math.sqrt(layer.fan_in / (layer.fan_in - 1)) / layer.fed_sd
         return replace(layer, action=self.weights, gain=gain)
 
-    def folds_scale(self, layer: LayerEdit) -> bool:
-        """Tell whether a layer's weight can take a residual scalar."""
-        return True
-
     def norm(self, norm: NormEdit, facts: NormFacts) -> NormEdit:
         """Decide what replaces a BatchNorm: its beta as a layer's bias, or a shift; a scalar at the end of a branch.
 
@@ -131,7 +129,7 @@ class Method:
         """
         if norm.scale is not None:
             if not facts.scale_into:
-                return replace(norm, action="scale")
+                return replace(norm, action="scale", beta_into=facts.beta_into if self.scales_bias else None)
             norm = replace(
                 norm, scale_into=facts.scale_into, why=f"{norm.why}, folded into {', '.join(facts.scale_into)}"
             )

@@ -49,6 +49,7 @@ class LayerEdit(Edit):
         fed_rms: Root mean square of what it reads.
         gain: Initial weights have standard deviation gain / sqrt(fan_in).
         beta_from: The BatchNorm whose beta becomes its bias, or None.
+        scales_bias: Whether the residual scalar multiplies its bias, too.
         weight_factor: What standardised weights are multiplied with.
         learns_gain: Whether it gets a learnable gain per output channel.
         on_raw_input: Whether it reads the model's own input.
@@ -63,6 +64,7 @@ class LayerEdit(Edit):
     fed_rms: float
     gain: float
     beta_from: str | None = None
+    scales_bias: bool = False
     weight_factor: float = 1.0
     learns_gain: bool = False
     on_raw_input: bool = False

@@ -95,6 +95,7 @@ class SkipInit(Method):
 
     name = "skipinit"
     needs_branches = True
+    scales_bias = True
     own_init = True
 
     alpha: float = 0.0
@@ -110,10 +111,3 @@ class SkipInit(Method):
 
     def branch_variance(self, v: float, /) -> float:
         return self.alpha**2 * v
-
-    def folds_scale(self, layer: LayerEdit) -> bool:
-        return False  # the scalar multiplies the layer's bias, too
-
-    def norm(self, norm: NormEdit, facts: NormFacts) -> NormEdit:
-        edit = super().norm(norm, facts)
-        return replace(edit, beta_into=facts.beta_into) if edit.action == "scale" else edit

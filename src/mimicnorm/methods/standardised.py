@@ -73,6 +73,7 @@ class ScaledWS(_Standardised):
 
     name = "scaled-ws"
     unit_layers = True
+    scales_bias = True
 
     alpha: float = 0.2
     skip_gain: float = 0.0
@@ -99,10 +100,3 @@ class ScaledWS(_Standardised):
         if edit.action == "keep":
             return edit
         return replace(edit, weight_factor=edit.gain / math.sqrt(layer.fan_in * layer.v), learns_gain=True)
-
-    def folds_scale(self, layer: LayerEdit) -> bool:
-        return layer.action == "standardise"  # which multiplies the layer's bias, too
-
-    def norm(self, norm: NormEdit, facts: NormFacts) -> NormEdit:
-        edit = super().norm(norm, facts)
-        return replace(edit, beta_into=facts.beta_into) if edit.action == "scale" else edit

@@ -275,13 +275,29 @@ class _Planner:
             if edit.beta_into is not None:
                 layers[edit.beta_into] = dataclasses.replace(layers[edit.beta_into], beta_from=name)
             for layer in edit.scale_into:
+                if layer not in layers:  # no BatchNorm follows it directly: it makes a part of a concat, say
+                    call = self.graph.calls(layer)[0]
+                    layers[layer] = self._draft(layer, call, "branch end", v=self.v[call.inputs[0]])
+                    self.probes[layer] = probe.layer(self.modules[layer], call.inputs[0].shape)
                 scalar = {"scale": edit.scale, "factor": edit.factor, "role": "branch end"}
-                layers[layer] = dataclasses.replace(layers[layer], **scalar)
+                layers[layer] = dataclasses.replace(layers[layer], scales_bias=self.method.scales_bias, **scalar)
             if not calls:
                 self.plan.notes.append(
                     f"{name} never ran on the example: it becomes a {edit.action}, and its layer is not changed for it"
                 )
             self.plan.norms.append(edit)
+        self._note_scales()
+
+    def _note_scales(self) -> None:
+        """Say what residual scalars cost that no weight can take."""
+        names = [n.name for n in self.plan.norms if n.action == "scale" and not n.scalar]
+        calls = [call for name in names for call in self.graph.calls(name)]
+        if calls:
+            saved = sum(math.prod(c.shape[1:]) * c.dtype.itemsize for c in calls) / 2**20
+            self.plan.notes.append(
+                f"{count(len(names), 'residual scalar')} ({first_names(names)}) multiply activations, which are saved "
+                f"for backward ({saved:.2f} MiB per sample): the layer before is shared, or an activation is between"
+            )
 
     def _norm_draft(self, name: str, calls: list[Node], **facts: Any) -> NormEdit:
         kind = type(self.modules[name]).__name__
