@@ -8,7 +8,6 @@ it says so when a batch reaches it in pieces.
 from __future__ import annotations
 
 import contextlib
-import functools
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -16,14 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mimicnorm.errors import MicroBatchError
-from mimicnorm.layers.derive import Derived, derive
+from mimicnorm.layers.derive import Derived, derive_
 from mimicnorm.layers.regression_loss import losses_under_way, regression_on, warn_of_regression
 
 
@@ -37,18 +35,6 @@ class AccumulationWarning(UserWarning):
 
 
 _refusal: ContextVar[str | None] = ContextVar("refusal", default=None)
-
-
-@contextlib.contextmanager
-def refused(why: str) -> Iterator[None]:
-    """Let a LastNorm that normalises over the batch inside be an error: only a piece of the batch is there."""
-    token = _refusal.set(why)
-    try:
-        yield
-    finally:
-        _refusal.reset(token)
-
-
 _advice: ContextVar[str] = ContextVar(
     "advice",
     default="Train with a larger batch; if that does not fit into memory, give it whole to "
@@ -57,13 +43,22 @@ _advice: ContextVar[str] = ContextVar(
 
 
 @contextlib.contextmanager
-def advising(what: str) -> Iterator[None]:
-    """Give other advice inside where a LastNorm gets a single value per class."""
-    token = _advice.set(what)
+def _value(variable: ContextVar, value: str) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _advice.reset(token)
+        variable.reset(token)
+
+
+def refused(why: str) -> contextlib._GeneratorContextManager[None]:
+    """Raise inside where a LastNorm normalises over the batch: only a piece of the batch is there."""
+    return _value(_refusal, why)
+
+
+def advising(what: str) -> contextlib._GeneratorContextManager[None]:
+    """Give other advice inside where a LastNorm gets a single value per class."""
+    return _value(_advice, what)
 
 
 class LastNorm(_BatchNorm):
@@ -103,33 +98,19 @@ class LastNorm(_BatchNorm):
         """Normalise over everything but the classes; with running statistics in eval mode."""
         if self.intercept is not None:  # a micro-batch sees the statistics of the whole batch
             return _outside_graphs(self.intercept, input)
-        classes_first = input if self.dim == 1 else input.movedim(self.dim, 1) if input.dim() > 2 else input
-        if not self.training:
-            normed = self._batch_norm(classes_first, 0.0)
+        classes_first = input if self.dim == 1 or input.dim() == 2 else input.movedim(self.dim, 1)
+        if self.training and not torch.compiler.is_compiling():
+            _require_whole()
+        if self.training and world_size() > 1 and not isinstance(input, FakeTensor) and not input.is_meta:
+            normed = _outside_graphs(_over_all_ranks, self, classes_first)
         else:
-            if not torch.compiler.is_compiling():
-                _require_whole()
-            if world_size() > 1 and not isinstance(input, FakeTensor) and not input.is_meta:
-                normed = _outside_graphs(_over_all_ranks, self, classes_first)
-            else:
+            if self.training:
                 self._require_two(classes_first.numel() // max(classes_first.shape[1], 1), input.shape)
-                normed = self._batch_norm(classes_first, self._count_batch())
+            normed = super().forward(classes_first)
         output = normed if classes_first is input else normed.movedim(1, self.dim)
         if self.training and not torch.compiler.is_compiling():
             self._accumulation.watch(input, output, self.num_features)
         return output
-
-    def _batch_norm(self, x: Tensor, factor: float) -> Tensor:
-        mean, var = self.running_mean, self.running_var
-        return F.batch_norm(x, mean, var, None, None, self.training or mean is None, factor, self.eps)
-
-    def _count_batch(self) -> float:
-        """Count one more batch and return its weight in the running statistics."""
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        if self.momentum is not None:
-            return self.momentum
-        return 1.0 / float(self.num_batches_tracked) if self.num_batches_tracked is not None else 0.0
 
     def _require_two(self, values: float, shape: torch.Size) -> None:
         if values < 2:
@@ -206,8 +187,9 @@ def _over_all_ranks(norm: LastNorm, x: Tensor) -> Tensor:
     centred = wide - mean.reshape(along)
     # The squares are summed around the mean, in a second reduction: sums of raw squares would cancel.
     var = _SumOverRanks.apply(centred.square().sum(others)) / count
-    if norm.running_mean is not None and norm.running_var is not None:
-        factor = norm._count_batch()
+    if norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        factor = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
         with torch.no_grad():
             norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), factor)
             norm.running_var.lerp_((var * (count / (count - 1))).to(norm.running_var.dtype), factor)
@@ -328,14 +310,8 @@ class LastNormed(Derived):
         return self.last_norm(super().forward(*args, **kwargs))  # pyrefly: ignore
 
 
-@functools.cache
-def last_normed_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a head's class that normalises its own output."""
-    return derive(last_normed_class, "LastNormed", base, LastNormed)
-
-
 def last_norm_(head: nn.Module, norm: LastNorm) -> nn.Module:
     """Put a LastNorm inside a head, in place: the same object, the same keys."""
-    head.__class__ = last_normed_class(type(head))
+    derive_(head, LastNormed)
     head.add_module("last_norm", norm)
     return head
