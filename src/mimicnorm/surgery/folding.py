@@ -1,6 +1,7 @@
 """Whether a BatchNorm's beta can become its layer's bias, and its residual scalar go into its layers' weights.
 
-If not, the BatchNorm becomes a ``Shift`` or a ``Scale``. Both are always right; a ``Scale`` saves its input for backward.
+If not, the BatchNorm becomes a ``Shift`` or a ``Scale``. Both are always right, but a ``Scale`` saves its input for
+backward.
 """
 
 from __future__ import annotations
