@@ -1,13 +1,14 @@
-"""The last BN: one affine-free BatchNorm on the logits, living inside the layer that makes them.
+"""The last BN: one affine-free BatchNorm on the logits, inside the layer that makes them.
 
-It is the one layer of a converted network that looks at more than one sample, so it takes care to see all of
-them: it reduces over all ranks of ``torch.distributed``, it can be handed over to ``mimicnorm.microbatch``, and
-it says so when a batch reaches it in pieces.
+It is the one layer of a converted network that sees more than one sample, and it must see the whole batch. So it
+reduces over all ranks of ``torch.distributed``, ``mimicnorm.microbatch`` can stand in for it, and it warns where the
+gradients of several small batches are added up.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -22,7 +23,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers.derive import Derived, derive_
-from mimicnorm.layers.regression_loss import losses_under_way, regression_on, warn_of_regression
+from mimicnorm.layers.regression_loss import losses_under_way, nodes_from, regression_on, warn_of_regression
+from mimicnorm.layers.weight import widened
 
 
 class AccumulationWarning(UserWarning):
@@ -175,7 +177,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 def _over_all_ranks(norm: LastNorm, x: Tensor) -> Tensor:
     """Normalise with the mean and variance over all ranks' values; shares may differ, even be empty."""
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    wide = widened(x)
     others = [d for d in range(x.dim()) if d != 1]
     values = x.numel() // max(x.shape[1], 1)
     sums = _SumOverRanks.apply(torch.cat([wide.sum(others), wide.new_full((1,), values)]))
@@ -200,48 +202,48 @@ def _over_all_ranks(norm: LastNorm, x: Tensor) -> Tensor:
 
 
 class _Accumulation:
-    """Notices, in the backward pass, that gradients of an earlier batch are still there, and a regression loss.
+    """Warns, in the backward pass, of gradients that an earlier batch left, and of a regression loss.
 
-    Looks at one parameter near the logits. A second backward of the same forward is not accumulation, nor are two
-    forwards under one backward, nor a backward that leaves the parameter alone (``autograd.grad`` for the inputs).
+    It looks at the parameter nearest to the logits. Not accumulation: a second backward of the same forward, two
+    forwards under one backward, a backward that leaves the parameter alone (``autograd.grad`` for the inputs).
     """
 
     warned_in: int | None = None
-    """The backward pass that last gave the warning, of any head: one with two heads is told once."""
+    """The backward pass that last gave the warning, for any head: one pass through two heads warns once."""
 
     loss_was_seen = False
-    """Whether a backward pass has been looked at for a regression loss."""
+    """Whether a backward pass has been searched for a regression loss."""
 
     def __init__(self) -> None:
         self.active = True
         self.forwards = 0
         self.last_forward: int | None = None
         self.last_task: int | None = None
-        self.expected: int | None = None
+        self.expected_version: int | None = None
 
     def watch(self, logits: Tensor, output: Tensor, outputs: int) -> None:
-        """Let the backward pass through these logits report."""
+        """Register a hook for the backward pass through these logits."""
         if (not self.active and self.loss_was_seen) or not logits.requires_grad:
             return
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return
-        node = _parameter_near(logits)
-        if node is None and self.loss_was_seen:
+        leaf = _nearest_parameter(logits)
+        if leaf is None and self.loss_was_seen:
             return
         self.forwards += 1
         this = self.forwards
-        # Its number, not the node: a hook that held it would keep the graph alive for ever.
+        # Its number, not the node: a hook that referred to the node would keep the graph alive for ever.
         number = output.grad_fn._sequence_nr()  # pyrefly: ignore
 
-        def passed(_grad: Tensor) -> None:
+        def hook(_grad: Tensor) -> None:
             self._look_at_loss(number, outputs)
-            if node is not None:
-                self._passed(this, node)
+            if leaf is not None:
+                self._look_at_gradient(this, leaf)
 
-        logits.register_hook(passed)
+        logits.register_hook(hook)
 
     def _look_at_loss(self, number: int, outputs: int) -> None:
-        """Warn of a regression loss, looking at the first backward pass only."""
+        """Warn of a regression loss, in the first backward pass only."""
         if self.loss_was_seen:
             return
         self.loss_was_seen = True
@@ -249,23 +251,24 @@ class _Accumulation:
             if kind := regression_on(loss, lambda node: node._sequence_nr() == number):
                 warn_of_regression(kind, f"LastNorm of {outputs} outputs")
 
-    def _passed(self, this: int, node: Any) -> None:
+    def _look_at_gradient(self, forward: int, leaf: Any) -> None:
+        """Warn if the leaf has a gradient that another forward pass left there."""
         try:
-            if not torch._C._will_engine_execute_node(node):
+            if not torch._C._will_engine_execute_node(leaf):
                 return
         except RuntimeError:  # autograd.grad for this parameter, which leaves its .grad alone
             return
         task = torch._C._current_graph_task_id()
-        earlier = self.last_forward is not None and self.last_forward != this and self.last_task != task
-        self.last_forward, self.last_task = this, task
-        held = node.variable.grad
-        expected, self.expected = self.expected, None
-        if not self.active or held is None or type(held) is not Tensor:
+        earlier = self.last_forward is not None and self.last_forward != forward and self.last_task != task
+        self.last_forward, self.last_task = forward, task
+        grad = leaf.variable.grad
+        expected, self.expected_version = self.expected_version, None
+        if not self.active or grad is None or type(grad) is not Tensor:
             return
         # Adding to a gradient writes it once. If it was written more often since (zeroed, clipped), do not look at
         # its values, which would cost a synchronisation in every step of a training that clears with zeros.
-        self.expected = held._version + 1
-        if not earlier or (expected is not None and held._version != expected) or not held.any():
+        self.expected_version = grad._version + 1
+        if not earlier or (expected is not None and grad._version != expected) or not grad.any():
             return
         self.active = False
         if _Accumulation.warned_in != task:
@@ -281,27 +284,17 @@ class _Accumulation:
             )
 
 
-def _parameter_near(logits: Tensor, reach: int = 32) -> Any:
-    """The graph's node of the first trainable leaf found backwards from the logits: the head's bias or weight."""
-    nodes = [logits.grad_fn]
-    for _ in range(reach):
-        if not nodes:
-            break
-        node = nodes.pop(0)
-        if node is None:
-            continue
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, nn.Parameter):
-            return node
-        nodes += [n for n, _ in node.next_functions]
-    return None
+def _nearest_parameter(logits: Tensor) -> Any:
+    """The autograd node of the trainable leaf nearest to the logits: the head's bias or weight."""
+    nearest = itertools.islice(nodes_from(logits.grad_fn), 32)
+    return next((node for node in nearest if isinstance(getattr(node, "variable", None), nn.Parameter)), None)
 
 
 # -- the head ----------------------------------------------------------------------------------------------------
 
 
 class LastNormed(Derived):
-    """A head whose output goes through its own ``last_norm``: same class, same keys, one child more."""
+    """A head that normalises its output by its child ``last_norm``."""
 
     last_norm: LastNorm
 
