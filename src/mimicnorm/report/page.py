@@ -13,7 +13,7 @@ from mimicnorm.memory.units import format_bytes
 from mimicnorm.methods import METHODS
 from mimicnorm.report.plots import COLOURS, Bar, bars, curves, element, points_of
 from mimicnorm.report.summary import about_memory, columns, rows, title
-from mimicnorm.surgery.steps import count
+from mimicnorm.surgery.plan import count
 
 if TYPE_CHECKING:
     from jinja2 import Template
