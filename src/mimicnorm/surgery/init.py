@@ -20,16 +20,16 @@ from mimicnorm.layers import (
     LastNorm,
     Reweighted,
     Scale,
-    ScaledOutput,
     Shift,
     Standardised,
     WeightMean,
 )
+from mimicnorm.methods.edits import LayerEdit
 from mimicnorm.surgery.example import call_arguments, describe, tensors_in, with_more_samples
 from mimicnorm.surgery.isolate import instead_of_forward, run
-from mimicnorm.surgery.steps import LayerStep, Plan
+from mimicnorm.surgery.plan import Plan
 
-_WITH_SCALAR = (Reweighted, ScaledOutput, FixupLayer, Scale)  # others may have a residual_scale of the user's
+_WITH_SCALAR = (Reweighted, FixupLayer, Scale)  # others may have a residual_scale of the user's
 _READ_BACK = 2.0  # calibrated weights must bring the variance to 1 within this factor
 # Of variance t before its sigmoid, a gate turns a sample's energy q into about q^(1 + t/4): loud samples get louder,
 # quiet ones quieter, block by block, and one batch says little about the next.
@@ -72,7 +72,7 @@ def initialise(model: nn.Module, steps: Plan, init: str, example: Any) -> None:
             _calibrate(model, steps, example)
 
 
-def _start_as_in_theory(layer: nn.Module, step: LayerStep) -> None:
+def _start_as_in_theory(layer: nn.Module, step: LayerEdit) -> None:
     weight: Any = layer.weight  # tied: as its last holder wants it
     if step.start == "scale":
         _scale_rows_(weight, step.gain)
