@@ -156,11 +156,13 @@ class Fuses(nn.Module):
         self.conv, self.norm, self.fc = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Linear(8, 5)
 
     def forward(self, x):
-        if self.training:
-            return self.fc(F.relu(self.norm(self.conv(x))).mean((2, 3)))
-        gain = self.norm.weight / (self.norm.running_var + self.norm.eps).sqrt()
-        y = F.conv2d(x, self.conv.weight * gain[:, None, None, None], self.norm.bias - self.norm.running_mean * gain)
+        y = self.norm(self.conv(x)) if self.training else fused(self.conv, self.norm, x)
         return self.fc(F.relu(y).mean((2, 3)))
+
+
+def fused(conv: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
+    gain = norm.weight / (norm.running_var + norm.eps).sqrt()
+    return F.conv2d(x, conv.weight * gain[:, None, None, None], norm.bias - norm.running_mean * gain)
 
 
 def test_what_happens_in_evaluation_mode_only_is_proved_too():

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mimicnorm.errors import ExampleError, InitError
@@ -73,16 +73,12 @@ def initialise(model: nn.Module, steps: Plan, init: str, example: Any) -> None:
 
 
 def _start_as_in_theory(layer: nn.Module, step: LayerEdit) -> None:
+    """Draw normal weights of standard deviation gain / sqrt(fan_in), or scale them so, where zeros stay zero."""
     weight: Any = layer.weight  # tied: as its last holder wants it
-    if step.start == "scale":
-        _scale_rows_(weight, step.gain)
-    elif step.start == "draw":
-        draw_(weight, step.gain, step.fan_in)
-
-
-def draw_(weight: Tensor, gain: float, fan_in: int) -> None:
-    """Normal weights of standard deviation gain / sqrt(fan_in)."""
-    weight.normal_(0.0, gain / math.sqrt(fan_in))
+    if step.start == "draw":
+        weight.normal_(0.0, step.gain / math.sqrt(step.fan_in))
+    elif step.start == "scale" and weight.any():
+        weight.mul_(step.gain / math.sqrt(float(weight.float().square().sum() / weight.shape[0])))
 
 
 def _reset(module: nn.Module, scale: float | None, frozen: bool = False) -> None:
@@ -100,13 +96,6 @@ def _reset(module: nn.Module, scale: float | None, frozen: bool = False) -> None
     for t, value in starts:
         if t is not None:
             t.fill_(value)
-
-
-def _scale_rows_(weight: Tensor, gain: float) -> None:
-    """Scale weights to the norm that drawn ones would have, so that zeros stay zero."""
-    squares = weight.float().square().sum() / weight.shape[0]
-    if squares > 0:
-        weight.mul_(gain / math.sqrt(float(squares)))
 
 
 def _degenerate(layer: nn.Module) -> bool:
@@ -238,13 +227,8 @@ def _scaled_attribute(module: nn.Module, scaled: set[int]) -> str:
     up for small weights (it would be 3 to 5 with PyTorch's), each step would be that much larger than planned.
     """
     weight = getattr(module, "weight", None)
-    scalar = _scalar(module) is not None and (weight is None or id(weight) in scaled)
-    return "residual_scale" if scalar else "weight"
-
-
-def _scalar(module: nn.Module) -> Tensor | None:
-    """The residual scalar that the conversion gave a module; a user's own of that name is not meant."""
-    return module.residual_scale if isinstance(module, _WITH_SCALAR) else None  # pyrefly: ignore
+    scalar = isinstance(module, _WITH_SCALAR) and module.residual_scale is not None
+    return "residual_scale" if scalar and (weight is None or id(weight) in scaled) else "weight"
 
 
 def _variance(output: Any) -> float:

@@ -19,7 +19,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -80,11 +80,15 @@ def _asks_for_mode(model: nn.Module, planned: Plan) -> bool:
 
 
 def _names_in_code(module: nn.Module) -> set[str]:
-    """The names in the code of a module's class, as far as it is not PyTorch's."""
+    """The names in the code of a module's class and of the functions it calls, as far as they are not PyTorch's."""
     classes = [cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.")]
-    methods = [value for holder in (module, *classes) for value in vars(holder).values() if callable(value)]
-    codes = [getattr(inspect.unwrap(method), "__code__", None) for method in methods]
-    return set().union(*(_names(code) for code in codes if code is not None))
+    methods = [inspect.unwrap(v) for holder in (module, *classes) for v in vars(holder).values() if callable(v)]
+    names: set[str] = set()
+    for method in (m for m in methods if isinstance(m, FunctionType)):
+        called = (method.__globals__.get(name) for name in _names(method.__code__))
+        functions = [f for f in called if isinstance(f, FunctionType) and not f.__module__.startswith("torch.")]
+        names |= set().union(*(_names(f.__code__) for f in (method, *functions)))
+    return names
 
 
 def _names(code: CodeType) -> set[str]:
