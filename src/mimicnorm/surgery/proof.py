@@ -35,7 +35,7 @@ from mimicnorm.surgery.record import repeat
 from mimicnorm.surgery.recorder import stand_in
 
 _GIVEN_SHAPES = ("view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "as_strided")
-_ASKS_FOR_CLASS = {"isinstance", "type", "__class__", "hasattr", "getattr", "running_mean", "running_var", "eps"}
+_ASKS_FOR_CLASS = {"type", "__class__", "hasattr", "getattr", "running_mean", "running_var", "eps"}
 
 
 def prove(model: nn.Module, planned: Plan, graph: Graph, example: Any, allow_mixing: Collection[str]) -> None:
@@ -72,26 +72,38 @@ def prove(model: nn.Module, planned: Plan, graph: Graph, example: Any, allow_mix
 
 
 def _asks_for_mode(model: nn.Module, planned: Plan) -> bool:
-    """Whether code around what is changed names the mode, and what a conversion changes."""
+    """Whether code around what is changed names the mode, and then what a conversion changes."""
     changed = [step.name for step in (*planned.norms, *planned.layers, *planned.heads)]
     around = {name.rsplit(".", i)[0] for name in changed for i in range(1, name.count(".") + 1)} | {""}
-    names = (_names_in_code(model.get_submodule(name)) for name in around)
-    return any("training" in asked and asked & _ASKS_FOR_CLASS for asked in names)
+    for module in map(model.get_submodule, around):
+        asking = (f for f in _called(module, module.forward) if "training" in _names(f.__code__))
+        if any(_asks_for_class(_names(g.__code__)) for f in asking for g in _called(module, f)):
+            return True
+    return False
 
 
-def _names_in_code(module: nn.Module) -> set[str]:
-    """The names in the code of a module's class and of the functions it calls, as far as they are not PyTorch's."""
-    classes = [cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.")]
-    methods = [inspect.unwrap(v) for holder in (module, *classes) for v in vars(holder).values() if callable(v)]
-    names: set[str] = set()
-    for method in (m for m in methods if isinstance(m, FunctionType)):
-        called = (method.__globals__.get(name) for name in _names(method.__code__))
-        functions = [f for f in called if isinstance(f, FunctionType) and not f.__module__.startswith("torch.")]
-        names |= set().union(*(_names(f.__code__) for f in (method, *functions)))
-    return names
+def _asks_for_class(names: set[str]) -> bool:
+    """Whether code may ask for the class or the attributes of a layer; not if it asks whether something is a tensor."""
+    modules = {name for name in names if isinstance(getattr(nn, name, None), type)}
+    return bool(names & _ASKS_FOR_CLASS) or ("isinstance" in names and ("Tensor" not in names or bool(modules)))
+
+
+def _called(module: nn.Module, function: Any) -> list[FunctionType]:
+    """A function and all that it calls of the module's own class and of its file, as far as that is not PyTorch's."""
+    found: list[FunctionType] = []
+    waiting = [function]
+    while waiting:
+        f = waiting.pop()
+        f = f.fget if isinstance(f, property) else getattr(f, "__func__", f)
+        f = inspect.unwrap(f) if callable(f) else f
+        if isinstance(f, FunctionType) and f not in found and not f.__module__.startswith("torch."):
+            found.append(f)
+            waiting += [inspect.getattr_static(module, n, f.__globals__.get(n)) for n in _names(f.__code__)]
+    return found
 
 
 def _names(code: CodeType) -> set[str]:
+    """The names in a function's code and in the functions inside it."""
     inner = (c for c in code.co_consts if isinstance(c, CodeType))
     return set(code.co_names).union(*map(_names, inner))
 
