@@ -196,7 +196,7 @@ def _contents(container: Any) -> list[Any]:
 def _write_back(t: Tensor, value: Tensor) -> None:
     if t.shape != value.shape:
         t.data = value
-    elif not torch.equal(t, value):  # versions do not count writes to ``t.data``
+    elif t.layout is not torch.strided or not torch.equal(t, value):  # versions do not count writes to ``t.data``
         t.data.copy_(value)
 
 

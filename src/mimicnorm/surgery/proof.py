@@ -5,7 +5,7 @@ then must be the graph from before without its norms: code that asks for a class
 takes another path once the class is gone. And no sample may see another.
 
 Forward passes that run to their end: ``record`` takes one, and one more if a BatchNorm did not run. The rehearsal takes
-one with a prime as batch size, and one with the example's own if the two graphs differ. Code that asks both for the
+one with a prime as batch size, and one with the example's if the two graphs differ. Code that asks both for the
 mode and for what a conversion changes is compared in evaluation mode, too: two more. A pass on real tensors decides
 where samples seem to meet; two if it is in the network's own forward. Calibration takes one. Nearly all networks need
 the recording and the rehearsal, and no more.
@@ -89,17 +89,17 @@ def _asks_for_class(names: set[str]) -> bool:
 
 
 def _called(module: nn.Module, function: Any) -> list[FunctionType]:
-    """A function and all that it calls of the module's own class and of its file, as far as that is not PyTorch's."""
-    found: list[FunctionType] = []
+    """A function and all that it calls in the module's class and in its file, PyTorch's left out."""
+    functions: list[FunctionType] = []
     waiting = [function]
     while waiting:
         f = waiting.pop()
         f = f.fget if isinstance(f, property) else getattr(f, "__func__", f)
         f = inspect.unwrap(f) if callable(f) else f
-        if isinstance(f, FunctionType) and f not in found and not f.__module__.startswith("torch."):
-            found.append(f)
+        if isinstance(f, FunctionType) and f not in functions and not f.__module__.startswith("torch."):
+            functions.append(f)
             waiting += [inspect.getattr_static(module, n, f.__globals__.get(n)) for n in _names(f.__code__)]
-    return found
+    return functions
 
 
 def _names(code: CodeType) -> set[str]:
@@ -137,7 +137,7 @@ def _same_with_another_batch(
 
 
 def _change(model: nn.Module, planned: Plan, before: Graph, example: Any) -> Node | None:
-    """The first operation that a rehearsed network does not do as before, on the example's own batch size.
+    """The first operation that a rehearsed network does not do as before, on the example's batch size.
 
     Where values steer the network, they are those of the original: norms normalise, layers do as they did.
     """
@@ -241,7 +241,7 @@ def _numbered(graph: Graph, places: _Places, numbers: dict[tuple, int], same_bat
 
 
 def _explain_change(planned: Plan, changed: Node, same_twice: bool) -> None:
-    """Refuse a network that takes another path once converted; if it does so on its own, a note is enough."""
+    """Refuse a network that takes another path once converted; if it does so without that, a note is enough."""
     at = f"{changed.op!r} in {changed.where!r}" if changed.where else f"{changed.op!r} in the model's own forward"
     if not same_twice:
         planned.notes.append(
@@ -284,7 +284,7 @@ def _refuse_mixing(
     tried = [name for name in suspects if name not in left | accepted]
     try:
         changes = mixing.changes(model, example, tried, ignored=left, starts=starts) if tried else {}
-    except Exception:  # the passes were extra: that they cannot be made says nothing about the conversion
+    except Exception:  # the passes were extra: that they cannot be made does not matter for the conversion
         changes = dict.fromkeys(tried, math.nan)
     for name in suspects:
         kind = type(model.get_submodule(name)).__name__.removeprefix("LastNormed")
