@@ -166,7 +166,7 @@ class Stumbles(nn.Module):
     [
         (ReadsItsNorm, {}, "does not run any more.*where="),
         (Stumbles, {"init": "calibrate"}, "while calibrating"),
-        (nets.plain, {"init": "calibrate", "example": torch.zeros(2, 6, 8, 8)}, "cannot calibrate 0"),
+        (nets.plain, {"init": "calibrate", "example": torch.full((2, 6, 8, 8), torch.nan)}, "cannot calibrate 0"),
         (nets.plain, {"head": "nowhere"}, "names no module"),
     ],
 )
