@@ -31,9 +31,29 @@ def test_amounts_are_read_with_their_unit(text, count):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "GiB", "16 gigs", "-3 MiB", "1e999", "1e", "e9", "inf", True, "0", 0, -1, "0.4", 0.4, ".", "1.2.3 MB"]
+    "text",
+    [
+        "1e30",
+        2**63,
+        "",
+        "GiB",
+        "16 gigs",
+        "-3 MiB",
+        "1e999",
+        "1e",
+        "e9",
+        "inf",
+        True,
+        "0",
+        0,
+        -1,
+        "0.4",
+        0.4,
+        ".",
+        "1.2.3 MB",
+    ],
 )
-def test_what_is_no_amount_is_refused_with_an_example(text):
+def test_what_is_not_an_amount_is_refused_with_an_example(text):
     with pytest.raises(MemoryPredictionError, match=r"not an amount of memory.*'16 GiB'"):
         parse_bytes(text)
 

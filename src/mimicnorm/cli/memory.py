@@ -25,9 +25,9 @@ class Memory:
     width: float | None = None
     """Multiplies the channels of a network of this package."""
     shape: tuple[int, ...] | None = None
-    """The whole input shape, batch first, for inputs that are no square images."""
-    methods: str | None = None
-    """Methods to compare, separated by commas: those of ``convert --method``. All that the network takes by default."""
+    """The whole input shape, batch first, for inputs that are not square images."""
+    methods: str = "batchnorm,mimicnorm,nonorm"
+    """Methods to compare, separated by commas: those of ``convert --method``, or ``all``."""
     optimizer: str = "sgd-momentum"
     """sgd-momentum, sgd, adamw, or none."""
     budget: str | None = None
@@ -48,31 +48,38 @@ class Memory:
         from mimicnorm import memory
         from mimicnorm.cli.console import Console
         from mimicnorm.errors import MemoryPredictionError
-        from mimicnorm.memory.arguments import OPTIMIZERS
-        from mimicnorm.memory.figure import refuse_unwritable
-        from mimicnorm.methods import method
+        from mimicnorm.memory.step import OPTIMIZERS
+        from mimicnorm.methods import METHODS, method
         from mimicnorm.models import find
         from mimicnorm.models.lookup import input_shape
+        from mimicnorm.pictures import require_picture
 
-        chosen = None
-        if self.methods is not None:
-            chosen = [method(name.strip()) for name in self.methods.split(",") if name.strip()]
-            if not chosen:
-                raise MemoryPredictionError("--methods names no method: give some, such as batchnorm,mimicnorm")
+        names = METHODS if self.methods == "all" else [name.strip() for name in self.methods.split(",")]
+        methods = [method(name) for name in names if name]
+        if not methods:
+            raise MemoryPredictionError("--methods names no method: give some, such as batchnorm,mimicnorm")
         if self.optimizer not in (*OPTIMIZERS, "none"):
             known = ", ".join(OPTIMIZERS)
             raise MemoryPredictionError(f"--optimizer {self.optimizer!r} is not known: give one of {known}, none")
         if self.plot is not None:
-            refuse_unwritable(self.plot)
+            require_picture(self.plot)
         budget = memory.parse_bytes(self.budget) if self.budget is not None else None
         device = _device(self.device)
-        model = find(self.model, input=self.input, width=self.width, image=self.image)
-        if not self.fake:
-            model = _moved(model, device)
-        shape = input_shape(model, batch=self.batch, image=self.image, shape=self.shape)
-        optimizer = None if self.optimizer == "none" else self.optimizer
-        settings = {"optimizer": optimizer, "budget": budget, "fake": self.fake, "device": device}
-        comparison = memory.compare(model, shape, chosen, **settings)  # pyrefly: ignore
+        with Console(stderr=True).status(f"loading {self.model}") as status:
+            model = find(self.model, input=self.input, width=self.width, image=self.image)
+            if not self.fake:
+                model = _moved(model, device)
+            shape = input_shape(model, batch=self.batch, image=self.image, shape=self.shape)
+            comparison = memory.compare(
+                model,
+                shape,
+                methods,
+                optimizer=None if self.optimizer == "none" else self.optimizer,
+                budget=budget,
+                fake=self.fake,
+                device=device,
+                progress=status.update,
+            )
         if self.plot is not None:
             memory.plot(comparison, self.plot)
         if self.json:
@@ -90,7 +97,7 @@ class Memory:
 
 
 def _device(name: str) -> str:
-    """The type of the device that is asked for."""
+    """Return the type of the device asked for."""
     import torch
 
     from mimicnorm.errors import MemoryPredictionError
@@ -107,7 +114,7 @@ def _device(name: str) -> str:
 
 
 def _moved(model: Any, device: str) -> Any:
-    """The model on the device on which the step is to be run for real."""
+    """Return the model on the device on which the step runs for real."""
     from mimicnorm.errors import MemoryPredictionError
 
     try:
