@@ -104,7 +104,7 @@ def state(model):
         "fake": [isinstance(tensor, FakeTensor) for tensor in model.state_dict(keep_vars=True).values()],
         "grads": [parameter.grad for parameter in model.parameters()],
         "attributes": (model.last, list(model.seen)),
-        "hooks": [len(module._forward_hooks) for module in model.modules()],
+        "attribute counts": [len(vars(module)) for module in model.modules()],
         "rng": (torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()),
     }
 
@@ -163,33 +163,29 @@ def test_checkpointing_saves_only_the_inputs_of_its_regions(reentrant):
     assert checkpointed.peak_bytes < 0.7 * plain.peak_bytes
 
 
-def test_autocast_halves_the_activations_given_or_active():
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_halves_the_activations_given_or_active(dtype):
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-    full, half = (measure(model, (4096, 64), autocast=dtype) for dtype in (None, torch.bfloat16))
+    full, half = (measure(model, (4096, 64), autocast=dtype) for dtype in (None, dtype))
     layers = [str(index) for index in range(5)]
     saved_full, saved_half = (sum(a.saved_by_module.get(i, 0) for i in layers) for a in (full, half))
     cast_input = 4096 * 64 * 2
     cast_weights = 2 * 64 * 64 * 2  # the first layer's is not saved: the input needs no gradient
     assert saved_half - cast_weights - cast_input == saved_full // 2
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", dtype):
         assert measure(model, (4096, 64)).saved_bytes == half.saved_bytes
 
 
-def test_channels_last_costs_the_same():
-    model, images = small(), torch.zeros(SHAPE)
-    model.insert(3, nn.AdaptiveAvgPool2d(1))
-    model[5] = nn.Linear(8, 10)
-    expected = measure(model, images)
-    model, images = (thing.to(memory_format=torch.channels_last) for thing in (model, images))
-    assert measure(model, images).by_module() == expected.by_module()
+def test_channels_last_costs_the_same_except_for_what_a_layer_must_copy():
+    images = torch.zeros(SHAPE).to(memory_format=torch.channels_last)
+    flat = small().to(memory_format=torch.channels_last)
+    assert measure(flat, images).by_module()["4"] == 4 * 512 * FLOAT  # flattening had to reorder
+    pooled = nn.Sequential(*small()[:3], nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10))
+    expected = measure(pooled, SHAPE).by_module()
+    assert measure(pooled.to(memory_format=torch.channels_last), images).by_module() == expected
 
 
-def test_what_channels_last_makes_a_layer_copy_is_counted():
-    model, images = (thing.to(memory_format=torch.channels_last) for thing in (small(), torch.zeros(SHAPE)))
-    assert measure(model, images).by_module()["4"] == 4 * 512 * FLOAT  # flattening had to reorder
-
-
-class CountsItself(torch.autograd.Function):
+class SavesItsInput(torch.autograd.Function):
     @staticmethod
     def forward(x):
         return x * 2
@@ -205,21 +201,12 @@ class CountsItself(torch.autograd.Function):
 
 
 def test_custom_functions_are_counted_by_what_they_save():
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Linear(8, 8)
-
+    class Doubled(nn.Linear):
         def forward(self, x):
-            return CountsItself.apply(self.first(x))
+            return SavesItsInput.apply(super().forward(x))
 
-    analysis = measure(Net(), (16, 8), loss=lambda output: output.sum())
+    analysis = measure(Doubled(8, 8), (16, 8), loss=lambda output: output.sum())
     assert analysis.by_module() == {"(model)": 16 * 8 * FLOAT}
-
-
-def test_a_wrong_example_names_the_module():
-    with pytest.raises(ExampleError, match=r"module '4' does not run on the example \(\(2, 3, 20, 20\) float32\)"):
-        measure(small(), (2, 3, 20, 20))
 
 
 @pytest.mark.parametrize("fake", [True, False])
@@ -367,8 +354,3 @@ def test_a_network_without_memory_is_predicted_for_a_gpu():
         measure(empty, WIDE, device="cpu")
     with pytest.raises(MemoryPredictionError, match=r"there is no autocast on meta, where the model is"):
         measure(empty, WIDE, autocast=torch.bfloat16)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_both_halves_are_taken(dtype):
-    assert measure(wide(), WIDE, autocast=dtype).saved_bytes < 0.8 * measure(wide(), WIDE).saved_bytes

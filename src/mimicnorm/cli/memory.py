@@ -28,8 +28,8 @@ class Memory:
     """The whole input shape, batch first, for inputs that are not square images."""
     methods: str = "batchnorm,mimicnorm,nonorm"
     """Methods to compare, separated by commas: those of ``convert --method``, or ``all``."""
-    optimizer: str = "sgd-momentum"
-    """sgd-momentum, sgd, adamw, or none."""
+    optimizer: Literal["sgd-momentum", "sgd", "adamw", "none"] = "sgd-momentum"
+    """Whose state and step to count."""
     budget: str | None = None
     """Memory of the device, e.g. 16GiB: adds the largest batch that fits."""
     device: str = "auto"
@@ -45,10 +45,12 @@ class Memory:
 
     def run(self) -> None:
         """Measure every method and print one table."""
+        import torch
+
         from mimicnorm import memory
         from mimicnorm.cli.console import Console
         from mimicnorm.errors import MemoryPredictionError
-        from mimicnorm.memory.step import OPTIMIZERS
+        from mimicnorm.memory.step import device_type
         from mimicnorm.methods import METHODS, method
         from mimicnorm.models import find
         from mimicnorm.models.lookup import input_shape
@@ -58,13 +60,11 @@ class Memory:
         methods = [method(name) for name in names if name]
         if not methods:
             raise MemoryPredictionError("--methods names no method: give some, such as batchnorm,mimicnorm")
-        if self.optimizer not in (*OPTIMIZERS, "none"):
-            known = ", ".join(OPTIMIZERS)
-            raise MemoryPredictionError(f"--optimizer {self.optimizer!r} is not known: give one of {known}, none")
         if self.plot is not None:
             require_picture(self.plot)
         budget = memory.parse_bytes(self.budget) if self.budget is not None else None
-        device = _device(self.device)
+        auto = "cuda" if torch.cuda.is_available() else "cpu"
+        device = device_type(auto if self.device == "auto" else self.device)
         with Console(stderr=True).status(f"loading {self.model}") as status:
             model = find(self.model, input=self.input, width=self.width, image=self.image)
             if not self.fake:
@@ -94,23 +94,6 @@ class Memory:
                 console.print(analysis.module_table())
         if self.plot is not None:
             console.print(f"wrote {self.plot}")
-
-
-def _device(name: str) -> str:
-    """Return the type of the device asked for."""
-    import torch
-
-    from mimicnorm.errors import MemoryPredictionError
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(name).type
-    except RuntimeError as error:
-        raise MemoryPredictionError(f"--device {name!r} is not a device: give cpu, cuda or auto") from error
-    if kind == "meta":
-        raise MemoryPredictionError("--device meta has no memory to predict: give cpu, cuda or auto")
-    return kind
 
 
 def _moved(model: Any, device: str) -> Any:

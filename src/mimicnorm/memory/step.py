@@ -228,15 +228,20 @@ def _optimizer_maker(optimizer: Any) -> MakeOptimizer | None:
     )
 
 
+def device_type(device: Any) -> str:
+    """Return the type of a device or of its name."""
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise MemoryPredictionError(f"device={device!r} is not a device: give 'cpu', 'cuda' or None") from error
+
+
 def _target_device(device: Any, model_device: str, fake: bool) -> str:
     """Return the type of the device that a prediction is for.
 
     A step on fake tensors of the CPU predicts one of a GPU, too, without what only the CPU's kernels allocate.
     """
-    try:
-        target = model_device if device is None else torch.device(device).type
-    except (RuntimeError, TypeError) as error:
-        raise MemoryPredictionError(f"device={device!r} is not a device: give 'cpu', 'cuda' or None") from error
+    target = model_device if device is None else device_type(device)
     elsewhere = fake and model_device in ("cpu", "meta") and target not in ("cpu", "meta")
     if target != model_device and not elsewhere:
         why = "" if fake else ", and fake=False runs the step where the model is"
