@@ -26,7 +26,7 @@ from mimicnorm.layers import (
 )
 from mimicnorm.surgery.example import call_arguments, describe, tensors_in, with_more_samples
 from mimicnorm.surgery.isolate import instead_of_forward, run
-from mimicnorm.surgery.steps import Plan
+from mimicnorm.surgery.plan import Plan
 
 _WITH_SCALAR = (Reweighted, ScaledOutput, FixupLayer, Scale)  # others may have a residual_scale of the user's
 _READ_BACK = 2.0  # calibrated weights must bring the variance to 1 within this factor
