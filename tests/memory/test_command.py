@@ -5,7 +5,9 @@ import json
 import pytest
 import torch
 
+from mimicnorm import memory
 from mimicnorm.cli import main
+from mimicnorm.errors import MemoryPredictionError
 from mimicnorm.methods import METHODS
 
 WORDS = ["memory", "resnet10", "--input", "cifar", "--width", "0.25", "--batch", "4"]
@@ -16,9 +18,24 @@ def printed(capsys, *more: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
-def test_three_methods_by_default_or_all(capsys):
-    assert list(printed(capsys)["methods"]) == ["batchnorm", "mimicnorm", "nonorm"]
-    assert printed(capsys, "--methods", "all")["methods"].keys() == METHODS.keys()
+@pytest.mark.parametrize(
+    ("words", "names"),
+    [
+        ([], ["batchnorm", "mimicnorm", "nonorm"]),
+        (["--methods", "all"], [*METHODS]),
+        (["--methods", "nonorm,"], ["nonorm"]),
+    ],
+)
+def test_three_methods_by_default_or_those_named_or_all(words, names, monkeypatch):
+    compared = []
+
+    def compare(model, shape, methods, **settings):
+        compared.extend(method.name for method in methods)
+        raise MemoryPredictionError("enough")
+
+    monkeypatch.setattr(memory, "compare", compare)
+    assert main([*WORDS, *words]) == 2
+    assert compared == names
 
 
 def test_progress_is_shown_on_a_terminal_and_results_stay_apart(capsys, monkeypatch):

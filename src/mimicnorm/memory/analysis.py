@@ -24,8 +24,8 @@ class Analysis:
 
     batch: int
     saved_bytes: int
-    """What autograd keeps from the forward for the backward pass, each storage once. Parameters, buffers and the
-    input batch are apart: they are there anyway, saved or not."""
+    """What autograd saves for backward, each storage once. Parameters, buffers and the input batch do not count: they
+    are there anyway, saved or not."""
     parameters: int
     buffers: int
     inputs: int

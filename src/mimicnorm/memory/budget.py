@@ -12,7 +12,7 @@ from mimicnorm.memory.analysis import Analysis
 from mimicnorm.memory.step import Settings, measure
 from mimicnorm.memory.units import format_bytes, parse_bytes
 
-_MANY = 8  # predictions; three to five are usual
+_MANY = 8  # predictions; three to five are enough where memory grows along lines
 
 
 def largest_batch(model: nn.Module, example: Any, budget: str | int, **settings: Unpack[Settings]) -> int:
@@ -42,7 +42,7 @@ def largest_batch(model: nn.Module, example: Any, budget: str | int, **settings:
     def predict(batch: int) -> Analysis:
         return measure(model, example, batch=batch, **settings)
 
-    return search(predict, budget_bytes, predict(2))  # many networks cannot train on one: a BatchNorm over one value
+    return search(predict, budget_bytes, predict(2))  # a BatchNorm cannot train on one sample
 
 
 def search(predict: Callable[[int], Analysis], budget_bytes: int, first: Analysis) -> int:
@@ -91,8 +91,8 @@ def _largest_on_lines(known: dict[int, Analysis], probe: int, budget_bytes: int)
     if len(starts) != len(totals):
         starts, totals = [max(starts)], [max(totals)]
     samples = last.batch - start
-    ends = [start + (budget_bytes - a) * samples // (b - a) for a, b in zip(starts, totals, strict=True) if b != a]
-    return min(ends, default=2 * last.batch)
+    growths = [(a, b - a) for a, b in zip(starts, totals, strict=True) if (b - a) * samples > 0]
+    return min((start + (budget_bytes - a) * samples // growth for a, growth in growths), default=2 * last.batch)
 
 
 def _refuse(smallest: Analysis, budget_bytes: int) -> None:

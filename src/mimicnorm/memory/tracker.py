@@ -165,9 +165,9 @@ class StorageTracker(TorchDispatchMode):
             self.timeline.append(Moment(self.phase, **self._bytes | {"temporary": temporary}))
 
 
-def _with_real_statistics(result: tuple, own: tuple) -> tuple:
+def _with_real_statistics(result: tuple, parameters: tuple) -> tuple:
     """Give what a BatchNorm saves the type of its weight or running statistics: fake kernels take the input's."""
-    dtype = next((tensor.dtype for tensor in own if tensor is not None), result[0].dtype)
+    dtype = next((tensor.dtype for tensor in parameters if tensor is not None), result[0].dtype)
     return result[0], *(statistic.to(dtype) for statistic in result[1:])
 
 
