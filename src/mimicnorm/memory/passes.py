@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from mimicnorm.errors import ExampleError, MemoryPredictionError, MimicNormError
+from mimicnorm.layers.regression_loss import nodes_from
 from mimicnorm.memory.analysis import LOSS
 from mimicnorm.memory.tracker import StorageTracker, UnsizedWorkspaceError
 from mimicnorm.surgery.example import describe
@@ -97,9 +98,9 @@ class Passes:
 
     def backward(self, value: Tensor) -> None:
         """Run the backward pass; leaves that are not the model's (a loss module's) get their gradients back."""
-        inputs = tree_leaves((self.args, self.kwargs))
-        ours = {id(tensor) for tensor in (*self.model.parameters(), *inputs)}
-        others = [(leaf, leaf.grad) for leaf in _leaves(value) if id(leaf) not in ours]
+        ours = {id(tensor) for tensor in (*self.model.parameters(), *tree_leaves((self.args, self.kwargs)))}
+        leaves = [node.variable for node in nodes_from(value.grad_fn) if hasattr(node, "variable")]
+        others = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in ours]
         try:
             for leaf, _ in others:
                 leaf.grad = None
@@ -188,20 +189,6 @@ def default_loss(output: Any) -> Tensor:
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, without a full stop."""
     return (str(error).strip().splitlines() or [""])[0].rstrip(".")
-
-
-def _leaves(value: Tensor) -> list[Tensor]:
-    """Return the tensors in whose ``.grad`` a backward pass would accumulate."""
-    seen, waiting, leaves = set(), [value.grad_fn], []
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        waiting.extend(following for following, _ in node.next_functions)
-    return leaves
 
 
 def _cause(error: Exception) -> Exception:
