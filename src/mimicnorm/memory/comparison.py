@@ -121,7 +121,7 @@ def compare(
     """
     require_model(model)
     budget_bytes = None if budget is None else parse_bytes(budget)
-    tell = progress or (lambda _: None)
+    show = progress or (lambda _: None)
     compiled = isinstance(model, OptimizedModule) or model._compiled_call_impl is not None
     plain = model._orig_mod if isinstance(model, OptimizedModule) else model
     small = with_samples(example, 2)  # the surgery reads shapes, it needs no large batch
@@ -129,7 +129,7 @@ def compare(
     refusals: dict[str, RefusedError] = {}
     shortages: list[MemoryPredictionError] = []
     for name, method in _by_unique_name(methods).items():
-        tell(f"{name}: converting")
+        show(f"{name}: converting")
         try:
             network = convert(plain, method, example=small, init=None)
         except RefusedError as refusal:
@@ -139,7 +139,7 @@ def compare(
             network.compile()
 
         def predict(batch: int | None, network: nn.Module = network, name: str = name) -> Analysis:
-            tell(f"{name}: predicting " + ("the step" if batch is None else f"batch {batch}"))
+            show(f"{name}: predicting " + ("the step" if batch is None else f"batch {batch}"))
             return measure(network, example, batch=batch, **settings)
 
         analyses[name] = predict(None)
