@@ -1,5 +1,6 @@
 import copy
 import random
+from contextlib import nullcontext
 
 import numpy
 import pytest
@@ -7,7 +8,6 @@ import torch
 import zoo
 from profiled_step import profiled_peak
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.checkpoint import checkpoint
 
 import mimicnorm as mn
@@ -74,23 +74,16 @@ def test_a_huge_batch_is_not_allocated():
     assert measure(small(), (10**7, 3, 10, 10)).saved_bytes > 40e9
 
 
-class Rememberer(nn.Module):
-    """Everything that a careless measurement would leave changed."""
+class Remembers(nn.Module):
+    """Everything that a careless measurement would leave changed; ``isolate`` is tested for the rest."""
 
-    def __init__(self, fails=False):
+    def __init__(self, fails):
         super().__init__()
-        self.body = small()
-        self.dropout = nn.Dropout(0.5)
-        self.seen = []
-        self.last = None
-        self.fails = fails
+        self.body, self.seen, self.last, self.fails = small(), [], None, fails
 
     def forward(self, x):
-        self.last = self.dropout(x)
+        self.last = x * random.random() * numpy.random.rand() * torch.rand(())
         self.seen.append(self.last)
-        random.random()
-        numpy.random.rand()
-        torch.rand(3)
         out = self.body(self.last)
         if self.fails:
             raise RuntimeError("no luck")
@@ -98,30 +91,23 @@ class Rememberer(nn.Module):
 
 
 def state(model):
-    return {
-        "training": [module.training for module in model.modules()],
-        "tensors": [tensor.detach().clone() for tensor in model.state_dict().values()],
-        "fake": [isinstance(tensor, FakeTensor) for tensor in model.state_dict(keep_vars=True).values()],
-        "grads": [parameter.grad for parameter in model.parameters()],
-        "attributes": (model.last, list(model.seen)),
-        "attribute counts": [len(vars(module)) for module in model.modules()],
-        "rng": (torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()),
-    }
+    values = [t for tensor in model.state_dict(keep_vars=True).values() for t in (tensor, tensor.grad) if t is not None]
+    tensors = [(id(tensor), tensor.tolist()) for tensor in values]
+    modules = [(module.training, len(vars(module))) for module in model.modules()]
+    generators = (torch.get_rng_state().tolist(), random.getstate(), numpy.random.get_state()[1].tolist())
+    return tensors, modules, generators, model.last, list(model.seen)
 
 
 @pytest.mark.parametrize("fake", [True, False])
 @pytest.mark.parametrize("fails", [True, False])
 def test_the_model_and_the_random_numbers_come_back_untouched(fake, fails):
-    model = Rememberer(fails).eval()
+    model = Remembers(fails).eval()
     model.body[1].train()
-    model.body[0].weight.grad = torch.ones_like(model.body[0].weight)
+    model.body[4].weight.grad = torch.ones(10, 512)
     before = state(model)
-    if fails:
-        with pytest.raises(ExampleError, match="no luck"):
-            measure(model, SHAPE, fake=fake)
-    else:
+    with pytest.raises(ExampleError, match="no luck") if fails else nullcontext():
         measure(model, SHAPE, fake=fake)
-    torch.testing.assert_close(state(model), before, rtol=0, atol=0)
+    assert state(model) == before
 
 
 def test_measuring_works_where_gradients_are_off():
