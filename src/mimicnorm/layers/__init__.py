@@ -3,9 +3,8 @@
 from mimicnorm.layers.derive import Derived, FixupLayer, ScaledOutput, fixup_, scale_output_
 from mimicnorm.layers.last_norm import LastNorm, LastNormed, last_norm_
 from mimicnorm.layers.leftovers import FixupScalars, GroupNorm, Remains, Scale, Shift, group_count
+from mimicnorm.layers.linear import LINEAR_CALLS, WEIGHT_LAYERS, Convolution, fan_in, has_own_forward, plain_kind
 from mimicnorm.layers.reweight import (
-    LINEAR_CALLS,
-    WEIGHT_LAYERS,
     Reweighted,
     ScaledWeight,
     Standardisation,
@@ -19,11 +18,9 @@ from mimicnorm.layers.reweight import (
     WeightMeanConvTranspose3d,
     WeightMeanLinear,
     centre_,
-    has_own_forward,
-    plain_kind,
     scale_weight_,
     standardise_,
     standardised_class,
     weight_mean_class,
 )
-from mimicnorm.layers.weight import Convolution, autocast_dtype, centre, fan_in
+from mimicnorm.layers.weight import autocast_dtype, centre
