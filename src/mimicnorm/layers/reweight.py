@@ -235,6 +235,32 @@ def scale_weight_(layer: nn.Module, residual_scale: Parameter, scales_bias: bool
     return layer
 
 
+class FixupLayer(ScaledWeight):
+    """A layer with a scalar bias before it, and a multiplier where it ends a branch by itself: ``s * (W (x + a) + b)``.
+
+    Zhang, Dauphin and Ma (2019), rule 3: where BatchNorm has a beta per channel, Fixup has scalars.
+
+    Attributes:
+        input_bias: Added to the input, shape (1,); None for a layer that reads the network's input.
+    """
+
+    input_bias: Tensor | None
+    added_parameters = ("input_bias", "residual_scale")
+    weight_label = "fixup"
+    scales_bias = True
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Add the bias, then run the layer."""
+        if self.input_bias is not None:
+            input = input + self.input_bias.to(input.dtype)
+        return super().forward(input, *args, **kwargs)  # pyrefly: ignore
+
+
+def fixup_(layer: nn.Module, input_bias: Parameter | None, residual_scale: Parameter | None = None) -> nn.Module:
+    """Give a layer Fixup's scalars, in place: the same object, the same parameters."""
+    return derive_(layer, FixupLayer, input_bias=input_bias, residual_scale=residual_scale)
+
+
 @dataclass(frozen=True, eq=False)
 class Standardisation:
     """``factor * output_factor * gain * (W - mean W) / sqrt(var W + eps)`` per output channel.
