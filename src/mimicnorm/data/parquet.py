@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from mimicnorm.data.decode import opened
-from mimicnorm.data.requirements import require
 from mimicnorm.data.source import spread, subset
 from mimicnorm.errors import DataError
 
@@ -87,7 +86,9 @@ def read(files: Sequence[Path], known: KnownSet, *, limit: int | None) -> tuple[
 
 def _columns(file: Path, known: KnownSet) -> tuple[Any, Any, str]:
     """Return the encoded images and the labels of a file as Arrow arrays, and the name of the second column."""
-    arrow, parquet = require("pyarrow"), require("pyarrow.parquet")
+    import pyarrow as arrow
+    from pyarrow import parquet
+
     try:
         schema = parquet.read_schema(file)
         names = []
@@ -103,8 +104,8 @@ def _columns(file: Path, known: KnownSet) -> tuple[Any, Any, str]:
     if not table.num_rows:
         raise DataError(f"{file} has no rows")
     images, labels = (table.column(name).combine_chunks() for name in names)
-    if arrow.types.is_struct(images.type) and images.type.get_field_index("bytes") >= 0:
-        images = arrow.compute.struct_field(images, "bytes")
+    if arrow.types.is_struct(images.type) and (position := images.type.get_field_index("bytes")) >= 0:
+        images = images.flatten()[position]
     if not (arrow.types.is_binary(images.type) or arrow.types.is_large_binary(images.type)):
         raise DataError(f"{file}: column {names[0]} must hold encoded images (bytes), not {images.type}")
     if not arrow.types.is_integer(labels.type):
