@@ -44,6 +44,7 @@ def element(draw: Callable[[Axes], None], height: float) -> str:
     draw(axis)
     text = svg(figure)
     text = re.sub(r' id="[\w.]+_\d+"', "", text)  # figure_1, axes_1, ...: the same in every figure of the page
+    text = re.sub(r'font-family: [^;"]*;? ?', "", text)  # the page's font
     return re.sub("|".join(_VARIABLES), lambda match: _VARIABLES[match[0]], text)
 
 
