@@ -51,7 +51,7 @@ class GroupNormWS(_Standardised):
         positive_int(self.groups, "GroupNormWS: groups")
 
     def norm(self, norm: NormEdit, facts: NormFacts) -> NormEdit:
-        from mimicnorm.layers import group_count  # with torch, which names of methods do not need
+        from mimicnorm.layers import group_count  # not above: the command line checks methods before torch loads
 
         groups = group_count(facts.channels, facts.positions, self.groups)
         return replace(norm, action="group", groups=groups, why=f"{groups} groups of each sample's channels")
