@@ -82,7 +82,9 @@ def run(
 def _copy(t: Tensor, mode: Any) -> Tensor:
     if nn.parameter.is_lazy(t):
         return t
-    value = t.clone() if t.is_inference() else t.detach()  # fake tensors and versions are not for inference tensors
+    value = (
+        t.detach().clone() if t.is_inference() else t.detach()
+    )  # fake tensors and versions are not for inference tensors
     if isinstance(mode, FakeTensorMode):
         return mode.from_tensor(value)
     return value.clone().requires_grad_(t.requires_grad)

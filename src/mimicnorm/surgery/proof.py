@@ -208,11 +208,13 @@ class _Places:
     def of(self, node: Node) -> str | None:
         """The module's name; None for an operation that has to be as it was."""
         if node.norm in self.norms or node.layer in self.layers:
-            return node.norm or node.layer
+            return node.norm if node.norm is not None else node.layer
         name = node.where
-        while name and name not in self.children:
+        while name not in self.children:
             if name in self.norms or name in self.layers:
                 return name
+            if not name:
+                break
             name = name.rpartition(".")[0]
         return None
 
