@@ -1,17 +1,17 @@
-"""The paper's theory in float64; imports nothing of the package."""
+"""The paper's theory in float64: gains, kernels, phases, and the signal in real networks."""
 
 from __future__ import annotations
 
 from mimicnorm.errors import TheoryError
 
-from .activations import Activation, ActivationStats, activation_stats, find_kinks, gain, resolve
+from .activations import Activation, ActivationStats, activation_stats, gain, resolve
 from .doctor import LayerSignal, Signal, propagate
 from .dual import dual, dual_slope
 from .empirical import empirical_ntk
-from .kernels import Gram, Kernels, kernels, layerwise, residual_kernels
+from .kernels import Kernels, kernels, layerwise, residual_kernels
 from .montecarlo import Estimate
 from .networks import FiniteNetwork
-from .spectrum import LearningCurve, condition_number, learning_curve
+from .spectrum import condition_number
 from .transition import DepthScales, FixedPoint, Transition
 
 __all__ = [
@@ -21,10 +21,8 @@ __all__ = [
     "Estimate",
     "FiniteNetwork",
     "FixedPoint",
-    "Gram",
     "Kernels",
     "LayerSignal",
-    "LearningCurve",
     "Signal",
     "TheoryError",
     "Transition",
@@ -33,11 +31,9 @@ __all__ = [
     "dual",
     "dual_slope",
     "empirical_ntk",
-    "find_kinks",
     "gain",
     "kernels",
     "layerwise",
-    "learning_curve",
     "propagate",
     "residual_kernels",
     "resolve",
