@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from mimicnorm import theory
 from mimicnorm.theory import TheoryError, Transition, condition_number, dual, gain, kernels
 from mimicnorm.theory.arguments import reals, running
 
@@ -45,3 +46,9 @@ def test_what_can_be_read_as_numbers_is():
     assert condition_number([[2, 1], [1, 2]]) == pytest.approx(3.0)
     assert gain("relu", fan_in=np.int64(16)) == gain("relu", fan_in=16)
     assert Transition(sigma_w2=torch.tensor(2.0)) == Transition(sigma_w2=2.0)
+
+
+def test_dir_shows_public_names_only():
+    assert {"kernels", "propagate", "figures"} <= set(dir(theory))
+    assert not {"annotations", "quadrature", "arguments", "interpolant"} & set(dir(theory))
+    assert all(hasattr(theory, name) for name in dir(theory))

@@ -183,10 +183,10 @@ def signal(variances=(1.0, 1.0), correlation=0.2, gradients=(1.0, 1.0)):
         (signal((0.5, 10.0)), "healthy: variance 0.5 to 10 (good: 0.0001 to 10000), correlation"),
         (signal((0.0, 10.0), gradients=(0.0, 1.0)), "healthy: variance 10 to 10"),  # a layer that starts at zero
         (signal((1.0, 1e5)), "unhealthy: variance 1 to 1e+05"),
-        (signal((1.0, 1e5)), "The variance explodes: set the weights' scale per layer"),
+        (signal((1.0, 1e5)), "The variance explodes: give weights the standard deviation"),
         (signal((1.0, math.inf)), "The variance explodes"),
         (signal((1.0, math.nan)), "The variance explodes"),
-        (signal((1.0, 1e-8)), "The variance dies out: set the weights' scale per layer"),
+        (signal((1.0, 1e-8)), "The variance dies out: give weights the standard deviation"),
         (signal(correlation=0.99), "All inputs look alike: centre the weights"),
         (signal(gradients=(1e-3, 1e3)), "Gradients vanish or explode: use residual branches"),
     ],

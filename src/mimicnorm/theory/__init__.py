@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from mimicnorm.errors import TheoryError
 
+from . import doctor, figures, montecarlo
 from .activations import Activation, ActivationStats, activation_stats, gain, resolve
 from .doctor import LayerSignal, Signal, propagate
 from .dual import dual, dual_slope
@@ -28,13 +29,20 @@ __all__ = [
     "Transition",
     "activation_stats",
     "condition_number",
+    "doctor",
     "dual",
     "dual_slope",
     "empirical_ntk",
+    "figures",
     "gain",
     "kernels",
     "layerwise",
+    "montecarlo",
     "propagate",
     "residual_kernels",
     "resolve",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

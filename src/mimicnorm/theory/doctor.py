@@ -60,7 +60,7 @@ class Signal:
     layers: tuple[LayerSignal, ...]
 
     def weight_layers(self) -> Signal:
-        """Return only convolutions and linear layers, by the look of their class names."""
+        """Return only convolutions and linear layers, recognised by their class names."""
         return Signal(tuple(x for x in self.layers if "conv" in x.kind.lower() or "linear" in x.kind.lower()))
 
     def verdict(self) -> str:
@@ -83,7 +83,9 @@ class Signal:
             f"correlation after the last layer {last:.2g} (good: below {MOST_CORRELATION:g})",
             f"gradients within a factor {ratio:.2g} (good: below {MOST_GRADIENT_RATIO:g})",
         ]
-        rescale = "set the weights' scale per layer, as convert(model, init='calibrate') does"
+        rescale = (
+            "give weights the standard deviation theory.gain(...) / sqrt(fan_in), or convert with init='calibrate'"
+        )
         problems = [
             (low < LEAST_VARIANCE, f"The variance dies out: {rescale}"),
             (not all(v <= MOST_VARIANCE for v in variances), f"The variance explodes: {rescale}"),
