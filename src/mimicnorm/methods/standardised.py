@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mimicnorm.arguments import finite, positive_int
-from mimicnorm.layers import group_count
 from mimicnorm.methods.base import Method, NormFacts
 from mimicnorm.methods.edits import LayerEdit, NormEdit
 from mimicnorm.methods.fixup import beside_skips
@@ -52,6 +51,8 @@ class GroupNormWS(_Standardised):
         positive_int(self.groups, "GroupNormWS: groups")
 
     def norm(self, norm: NormEdit, facts: NormFacts) -> NormEdit:
+        from mimicnorm.layers import group_count  # not above: the command line checks methods before torch loads
+
         groups = group_count(facts.channels, facts.positions, self.groups)
         return replace(norm, action="group", groups=groups, why=f"{groups} groups of each sample's channels")
 
