@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from mimicnorm.cli import main
 from mimicnorm.data import Memory
 from mimicnorm.errors import MimicNormError
-from mimicnorm.training import Recipe, checkpoint, loop
+from mimicnorm.training import Recipe, loop, state
 
 TRAINING = str(Path(loop.__file__).parent)
 
@@ -63,7 +63,7 @@ SOURCES = (source(56), source(24, seed=1))
 
 
 def recipe(**changes: Any) -> Recipe:
-    fields = {"batch": 8, "epochs": 3, "warmup_epochs": 1.0, "milestones": (2,), "log_every": 3, "lr": 0.05}
+    fields = {"batch": 8, "epochs": 3, "warmup": 1 / 3, "milestones": (2 / 3,), "log_every": 3, "lr": 0.05}
     return Recipe(**{"model": "tiny:net", "data": "tiny", **fields, **changes})
 
 
@@ -139,7 +139,7 @@ def killed_in_write(number: int, part: float, out: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         real_replace(old, new)
 
-    checkpoint.open = torn_open  # type: ignore[attr-defined]
+    state.open = torn_open  # type: ignore[attr-defined]
     os.replace = no_replace
     train(out)
 
