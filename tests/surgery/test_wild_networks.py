@@ -313,7 +313,7 @@ def test_a_container_as_head_is_normalised_along_its_classes():
     head = convert_(model, SMALL, example=IMAGE, head="3").heads[0]
     assert (head.outputs, head.dim) == (4, 3)
     torch.testing.assert_close(model(torch.randn(IMAGE)).mean((0, 1, 2)), torch.zeros(4), atol=1e-5, rtol=0)
-    with pytest.raises(RefusedError, match=r"along which dimension it is wide.*Name the layer inside it, '3.layer'"):
+    with pytest.raises(RefusedError, match=r"along which dimension classes lie.*Name the layer inside it, '3.layer'"):
         plan(net(16), SMALL, example=IMAGE, head="3").require()
 
 
@@ -482,7 +482,7 @@ class Both(nn.Module):
 
 def test_frozen_layers_that_are_redrawn_are_noted():
     planned = plan(Both(), SMALL, example=IMAGE)
-    assert any("1 frozen layer (target.0) will get new starting weights" in note for note in planned.notes)
+    assert any("1 frozen layer (target.0) will get new initial weights" in note for note in planned.notes)
     assert not plan(Both(), SMALL, example=IMAGE, init=None).notes
 
 

@@ -10,7 +10,7 @@ from mimicnorm.memory.units import format_bytes
 from mimicnorm.methods import METHODS
 from mimicnorm.report.plots import Bar, Line, bars, curves
 from mimicnorm.report.summary import about_memory, columns, rows, title
-from mimicnorm.surgery.steps import count
+from mimicnorm.surgery.plan import count
 
 COLOURS = 9
 _PLAN = ("module", "kind and role", "action", "fan-in", "gain", "v", "why")

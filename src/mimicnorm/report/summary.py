@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from mimicnorm.memory.analysis import not_counted
 from mimicnorm.memory.units import format_bytes
-from mimicnorm.surgery.steps import count
+from mimicnorm.surgery.plan import count
 
 if TYPE_CHECKING:
     from rich.table import Table

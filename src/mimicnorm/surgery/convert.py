@@ -16,10 +16,10 @@ from mimicnorm.methods import Method
 from mimicnorm.surgery.init import initialise
 from mimicnorm.surgery.isolate import snapshot
 from mimicnorm.surgery.operate import operate
+from mimicnorm.surgery.plan import OWN_INIT, Plan, Report
 from mimicnorm.surgery.planning import plan
 from mimicnorm.surgery.preconditions import Where
 from mimicnorm.surgery.recorder import is_batch_norm
-from mimicnorm.surgery.steps import OWN_INIT, Plan, Report
 
 _CHANGED = {"centre": WeightMean, "standardise": Standardised, "bias": FixupLayer}
 
@@ -81,7 +81,7 @@ def _carry_out(model: nn.Module, planned: Plan, example: Any) -> Report:
 
 
 def init_(model: nn.Module, init: str = "theory", *, example: Any = None) -> None:
-    """Set the starting weights of a converted network, apart from the surgery.
+    """Set the initial weights of a converted network, apart from the surgery.
 
     For models that were converted with ``init=None``, on the meta device, or are reset for another run.
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,8 +25,8 @@ from mimicnorm.layers import (
     WeightMean,
 )
 from mimicnorm.surgery.example import call_arguments, describe, tensors_in, with_more_samples
-from mimicnorm.surgery.isolate import instead_of_forward, untouched
-from mimicnorm.surgery.steps import Plan
+from mimicnorm.surgery.isolate import instead_of_forward, run
+from mimicnorm.surgery.plan import Plan
 
 _WITH_SCALAR = (Reweighted, ScaledOutput, FixupLayer, Scale)  # others may have a residual_scale of the user's
 _READ_BACK = 2.0  # calibrated weights must bring the variance to 1 within this factor
@@ -123,7 +121,6 @@ def _calibrate(model: nn.Module, steps: Plan, example: Any) -> None:
 
 
 def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
-    args, kwargs = copy.deepcopy(call_arguments(model, example))  # a model may write into its input
     modules = dict(model.named_modules())
     scalars = [m for n in steps.norms for m in modules[n.name].modules() if isinstance(m, Scale)]
     gates = {id(modules[name]) for name in steps.gates}
@@ -131,7 +128,9 @@ def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
     untouchable = {step.name for step in frozen if step.scale is None}
     wanted = [name for name in (*(step.name for step in steps.layers), *steps.gates) if name not in untouchable]
     pending = {id(modules[name]): name for name in wanted} | {id(m): "a residual scalar" for m in scalars}
-    scaled = {id(modules[step.name].weight) for step in frozen}  # what is scaled there is the scalar
+    watched = [modules[name] for name in pending.values() if name in modules] + scalars
+    scaled: set[int] = set()
+    factors: list[tuple[nn.Module, str, float]] = []
     # A branch ends as the theory would have it: in s^2 times the variance predicted before its scalar.
     targets = {id(modules[step.name]): step.scale**2 * step.v for step in steps.layers if step.scale is not None}
     for n in steps.norms:
@@ -139,10 +138,11 @@ def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
             targets |= {id(m): n.scale**2 * n.v for m in modules[n.name].modules() if isinstance(m, Scale)}
 
     def first_use(module: nn.Module, forward: Callable) -> Callable:
-        def run(*args: Any, **kwargs: Any) -> Tensor:
+        def forward_and_scale(*args: Any, **kwargs: Any) -> Tensor:
             output = forward(*args, **kwargs)
             name = pending.pop(id(module), None)
-            target = _target(module, scaled)
+            attribute = _scaled_attribute(module, scaled)
+            target = getattr(module, attribute)
             if name is None or id(target) in scaled:  # tied to a layer that ran before: its first use decides
                 return output
             scaled.add(id(target))
@@ -152,39 +152,52 @@ def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
                 variance /= _GATE_VARIANCE
                 if not 1 < variance < math.inf:
                     return output
-            _to_unit_variance(name, target, [tuple(t.shape) for t in tensors_in(output)], variance)
+            factor = _to_unit_variance(name, [tuple(t.shape) for t in tensors_in(output)], variance)
+            target.mul_(factor)
+            factors.append((module, attribute, factor))
             again = forward(*args, **kwargs)
             if id(module) not in gates:
                 _read_back(name, _variance(again) / aim)
             return again
 
-        return run
+        return forward_and_scale
 
-    watched = [modules[name] for name in pending.values() if name in modules] + scalars
-    calibrated = {id(t) for m in watched for t in (getattr(m, "weight", None), _scalar(m)) if t is not None}
-    with _quiet(model, calibrated), instead_of_forward(watched, first_use):
-        try:
-            model(*args, **kwargs)
-        except InitError:
-            raise
-        except Exception as error:
-            raise ExampleError(
-                f"the model's forward raised while calibrating on ({describe(args, kwargs)}): "
-                f"{type(error).__name__}: {error}"
-            ) from error
+    def call(args: tuple, kwargs: dict) -> None:
+        scaled.update(id(modules[step.name].weight) for step in frozen)  # what is scaled there is the scalar
+        for m in model.modules():
+            if _drops(m) or isinstance(m, LastNorm):
+                m.training = False
+        with instead_of_forward(watched, first_use):
+            try:
+                model(*args, **kwargs)
+            except InitError:
+                raise
+            except Exception as error:
+                raise ExampleError(
+                    f"the model's forward raised while calibrating on ({describe(args, kwargs)}): "
+                    f"{type(error).__name__}: {error}"
+                ) from error
+
+    # In training mode, so that auxiliary heads run. The pass scales copies of the weights: what else it changes
+    # (statistics, a momentum encoder) is not to be kept.
+    modes = (torch.no_grad(), _NoDropout())
+    run(model, call, call_arguments(model, example), training=True, modes=modes)
+    for module, attribute, factor in factors:
+        getattr(module, attribute).mul_(factor)
     for step in steps.layers:
         if step.start == "draw" and id(modules[step.name]) in pending:  # it did not run: the theory is the best guess
             draw_(modules[step.name].weight, step.gain, step.fan_in)  # pyrefly: ignore
 
 
-def _target(module: nn.Module, scaled: set[int]) -> Tensor:
+def _scaled_attribute(module: nn.Module, scaled: set[int]) -> str:
     """What is scaled: the weight; the residual scalar only where there is no weight that is not scaled already.
 
     A layer applies s * W, so a step on W moves what it applies by s^2 times the gradient there. Were the scalar to make
     up for small weights (it would be 3 to 5 with PyTorch's), each step would be that much larger than planned.
     """
-    weight, scalar = getattr(module, "weight", None), _scalar(module)
-    return scalar if scalar is not None and (weight is None or id(weight) in scaled) else weight  # pyrefly: ignore
+    weight = getattr(module, "weight", None)
+    scalar = _scalar(module) is not None and (weight is None or id(weight) in scaled)
+    return "residual_scale" if scalar else "weight"
 
 
 def _scalar(module: nn.Module) -> Tensor | None:
@@ -198,13 +211,13 @@ def _variance(output: Any) -> float:
     return float(torch.cat(values).var(correction=0)) if values else math.nan
 
 
-def _to_unit_variance(name: str, target: Tensor, shapes: list[tuple[int, ...]], variance: float) -> None:
+def _to_unit_variance(name: str, shapes: list[tuple[int, ...]], variance: float) -> float:
     if not (math.isfinite(variance) and variance > 0):
         raise InitError(
             f"cannot calibrate {name}: the variance of its output {', '.join(map(str, shapes))} is {variance}. "
             "Give an example whose samples differ and are finite (real data is best)."
         )
-    target.mul_(variance**-0.5)
+    return variance**-0.5
 
 
 def _read_back(name: str, variance: float) -> None:
@@ -217,29 +230,9 @@ def _read_back(name: str, variance: float) -> None:
         )
 
 
-@contextlib.contextmanager
-def _quiet(model: nn.Module, calibrated: set[int]) -> Iterator[None]:
-    """Training mode, so that auxiliary heads run, but with every dropout off and all that it writes put back.
-
-    Calibration itself writes to weights and scalars; what else a forward pass may change (statistics, a momentum
-    encoder, which no optimizer trains) is not for it to keep.
-    """
-    frozen = (p for p in model.parameters() if not p.requires_grad and id(p) not in calibrated)
-    written = [*model.buffers(), *frozen]
-    values = [(t, t.detach().clone()) for t in written]
-    try:
-        with untouched(model), _NoDropout():
-            model.train()
-            for m in model.modules():
-                drops = isinstance(m, nn.modules.dropout._DropoutNd) or "drop" in type(m).__name__.lower()
-                if drops or "stochastic" in type(m).__name__.lower():
-                    m.training = False
-                if isinstance(m, LastNorm):
-                    m.training = False
-            yield
-    finally:
-        for t, value in values:
-            t.copy_(value)
+def _drops(module: nn.Module) -> bool:
+    kind = type(module).__name__.lower()
+    return isinstance(module, nn.modules.dropout._DropoutNd) or "drop" in kind or "stochastic" in kind
 
 
 class _NoDropout(TorchFunctionMode):

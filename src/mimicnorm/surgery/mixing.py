@@ -8,7 +8,6 @@ samples decide, module by module.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mimicnorm.surgery.example import call_arguments, tensors_in
 from mimicnorm.surgery.graph import Graph
-from mimicnorm.surgery.isolate import following, seed, silent, unsynchronised, untouched
+from mimicnorm.surgery.isolate import following, run
 from mimicnorm.surgery.ops import FACTORIES
 from mimicnorm.surgery.record import repeat
 from mimicnorm.surgery.recorder import storage_of
@@ -173,40 +172,41 @@ def changes(
     batch = batch_size(call)
     if batch is None or any(t.is_meta for t in (*tensors_in(call), *model.parameters(), *model.buffers())):
         return dict.fromkeys(names, math.nan)
-    state = _state(model, starts or {})
+
+    def passes(samples: int) -> dict[str, float]:
+        return _changes(model, call, starts or {}, set(ignored), names, batch, samples)
+
     try:
-        return _changes(model, call, state, set(ignored), names, batch, _SAMPLES)
+        return passes(_SAMPLES)
     except Exception:
         if batch < 2:
             raise
-        # a batch size that is written into the model
-        return _changes(model, call, state, set(ignored), names, batch, batch)
+        return passes(batch)  # a batch size that is written into the model
 
 
-def _state(model: nn.Module, starts: Mapping[str, float]) -> dict[str, Tensor]:
-    """Parameters and buffers for the passes: nothing is zero, so that branches and heads hide nothing behind them."""
-    generator = torch.Generator().manual_seed(0)
-    state = {name: t.detach().clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+def _draw_weights(model: nn.Module, starts: Mapping[str, float]) -> None:
+    """Let no parameter be zero, so that branches and heads hide nothing before them."""
+    generator = torch.Generator("cpu").manual_seed(0)
     for name, p in model.named_parameters():
         layer, _, kind = name.rpartition(".")
         if kind == "bias" and f"{layer}.weight" in starts:
-            state[name] = torch.zeros_like(p)
+            p.zero_()
         elif starts.get(name) or not p.any():
-            state[name] = (starts.get(name) or 0.1) * torch.randn(p.shape, generator=generator).to(p)
-    return state
+            drawn = torch.randn(p.shape, generator=generator, device="cpu", dtype=torch.float32)
+            p.copy_((starts.get(name) or 0.1) * drawn)
 
 
 def _changes(
     model: nn.Module,
     call: tuple,
-    state: dict[str, Tensor],
+    starts: Mapping[str, float],
     ignored: set[str],
     names: list[str],
     batch: int,
     samples: int,
 ) -> dict[str, float]:
     batched = [t.dim() > 0 and t.shape[0] == batch for t in tensors_in(call)]
-    rows = torch.arange(samples) % batch
+    rows = torch.arange(samples, device="cpu") % batch
     shared = _shared(samples)
 
     def enough(t: Tensor) -> Tensor:
@@ -217,26 +217,26 @@ def _changes(
         if t.is_floating_point():
             t[~shared] = 0.5 - 3 * t[~shared]
         else:
-            order = torch.randperm(t.numel(), generator=torch.Generator().manual_seed(0))
+            order = torch.randperm(t.numel(), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
             t[~shared] = t.flatten()[order.to(t.device)].view_as(t)[~shared]
         return t
 
-    def run(change: Callable[[Tensor], Tensor]) -> _Calls:
-        which = iter(batched)  # every pass has tensors of its own: a model may write into its input
-        given = pytree.tree_map_only(Tensor, lambda t: change(t) if next(which) else t.clone(), call)
-        return _pass(model, given, {name: t.clone() for name, t in state.items()}, ignored, names, shared)
+    def calls(change: Callable[[Tensor], Tensor]) -> _Calls:
+        which = iter(batched)
+        given = pytree.tree_map_only(Tensor, lambda t: change(t) if next(which) else t, call)
+        return _pass(model, given, starts, ignored, names, shared)
 
-    first, second = run(enough), run(others)
+    first, second = calls(enough), calls(others)
     found = {name: _worst(first.get(name, []), second.get(name, [])) for name in names}
     if any(found.values()):
-        again = run(enough)
+        again = calls(enough)
         found |= {n: math.nan for n in names if found[n] and _worst(first.get(n, []), again.get(n, [])) != 0}
     return found
 
 
 def _shared(samples: int) -> Tensor:
     """Which samples stay: neither the first nor the last, which others may look at, and no two that a flip swaps."""
-    numbers = torch.arange(samples)
+    numbers = torch.arange(samples, device="cpu")
     shared = (numbers % 3 == (samples % 3 > 0)) & (numbers > 0) & (numbers < samples - 1)
     shared[samples // 2] |= ~shared.any()
     return shared
@@ -246,7 +246,7 @@ _Calls = dict[str, list[tuple[list[Tensor], list[Tensor]]]]  # by module, the sh
 
 
 def _pass(
-    model: nn.Module, call: tuple, state: dict[str, Tensor], ignored: set[str], names: list[str], shared: Tensor
+    model: nn.Module, call: tuple, starts: Mapping[str, float], ignored: set[str], names: list[str], shared: Tensor
 ) -> _Calls:
     wanted = {id(model.get_submodule(name)): name for name in names}
     calls: _Calls = {}
@@ -265,8 +265,14 @@ def _pass(
         if id(module) in wanted:
             calls.setdefault(wanted[id(module)], []).append((open_.pop(), of_shared(output)))
 
-    with _training(model, ignored), following(enter, leave):
-        torch.func.functional_call(model, state, *call)
+    def one_pass(args: tuple, kwargs: dict) -> None:
+        for name in ignored:
+            model.get_submodule(name).eval()
+        _draw_weights(model, starts)
+        with following(enter, leave):
+            model(*args, **kwargs)
+
+    run(model, one_pass, call, training=True, seed=0, modes=(torch.no_grad(),))
     return calls
 
 
@@ -289,18 +295,6 @@ def _apart(a: list[Tensor], b: list[Tensor]) -> float:
         elif relative > _TOLERANCE.get(one.dtype, 1e-4):
             worst = max(worst, relative)
     return worst if told or worst else math.nan
-
-
-@contextlib.contextmanager
-def _training(model: nn.Module, ignored: set[str]) -> Iterator[None]:
-    """Training mode, seeded and without a trace; only the modules to be ignored are in evaluation mode."""
-    with untouched(model), unsynchronised(), silent(), torch.no_grad():
-        model.train()
-        for name, module in model.named_modules():
-            if name in ignored:
-                module.eval()
-        seed(0)
-        yield
 
 
 def batch_size(call: tuple[tuple, dict]) -> int | None:

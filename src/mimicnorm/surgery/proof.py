@@ -24,8 +24,8 @@ from mimicnorm.surgery import mixing
 from mimicnorm.surgery.graph import Graph, Node
 from mimicnorm.surgery.isolate import instead_of_forward, snapshot
 from mimicnorm.surgery.operate import operate
+from mimicnorm.surgery.plan import Plan, Refusal, Report
 from mimicnorm.surgery.record import repeat
-from mimicnorm.surgery.steps import Plan, Refusal, Report
 
 _GIVEN_SHAPES = ("view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "as_strided")
 
@@ -197,7 +197,7 @@ class _Places:
         self.norms = {n.name for n in planned.norms if n.action != "leave"}
         self.norms |= {f"{h.name}.last_norm".lstrip(".") for h in planned.heads}
         self.layers = {step.name for step in planned.layers}
-        self.children = {f"{n.name}.{child}".lstrip(".") for n in planned.norms for child in n.keeps}
+        self.children = {f"{n.name}.{child}".lstrip(".") for n in planned.norms for child in n.children}
 
     def of(self, node: Node) -> str | None:
         """The module's name; None for an operation that has to be as it was."""

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedFakeTensorException,
 )
 from torch.utils import _pytree as pytree
@@ -27,7 +26,7 @@ from mimicnorm.errors import ExampleError
 from mimicnorm.layers import LastNorm
 from mimicnorm.surgery.example import call_arguments, describe, is_shape, tensors_in
 from mimicnorm.surgery.graph import Graph
-from mimicnorm.surgery.isolate import following, instead_of_forward, seed, silent, unsynchronised, untouched
+from mimicnorm.surgery.isolate import following, instead_of_forward, run
 from mimicnorm.surgery.ops import Kind
 from mimicnorm.surgery.recorder import Recorder, Taint, is_batch_norm
 
@@ -88,43 +87,22 @@ def repeat(
         norms_pass: Let BatchNorms pass on what they are given where values may steer the model.
     """
     args, kwargs = call_arguments(model, example)
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if like.fake else contextlib.nullcontext()
-    stand_in: dict[int, Tensor] = {}
-
-    def substitute(t: Tensor) -> Tensor:
-        if id(t) not in stand_in:
-            if t.is_nested:
-                raise ExampleError("the example holds a nested tensor, which cannot be recorded: give a padded one")
-            value = t.detach()
-            if like.fake:
-                stand_in[id(t)] = mode.from_tensor(value)  # pyrefly: ignore
-            else:
-                stand_in[id(t)] = value.clone()
-        return stand_in[id(t)]
-
-    tensors = {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
-    state = {name: substitute(t) for name, t in tensors.items()}
-    args, kwargs = pytree.tree_map_only(Tensor, substitute, (args, kwargs))
-    if resize is not None:
-        args, kwargs = pytree.tree_map_only(Tensor, resize, (args, kwargs))
+    if any(t.is_nested for t in tensors_in((args, kwargs))):
+        raise ExampleError("the example holds a nested tensor, which cannot be recorded: give a padded one")
     graph = Graph(fake=like.fake, training=like.training, seed=like.seed)
-    recorder = Recorder(model, state, graph, norms_pass or like.fake)
-    for tensor in tensors_in((args, kwargs)):
-        recorder.add(tensor, "input", Kind.INPUT, ())
-    with untouched(model), unsynchronised(), silent(), torch.no_grad():
-        model.train(like.training)
-        seed(like.seed)
+
+    def call(args: tuple, kwargs: dict) -> Graph:
+        if resize is not None:
+            args, kwargs = pytree.tree_map_only(Tensor, resize, (args, kwargs))
+        recorder = Recorder(model, graph, norms_pass or like.fake)
+        for tensor in tensors_in((args, kwargs)):
+            recorder.add(tensor, "input", Kind.INPUT, ())
         called = instead_of_forward(map(model.get_submodule, follow), recorder.around)
         watching = watch if watch is not None else contextlib.nullcontext()
-        with called, following(recorder.enter, recorder.leave), mode, watching, Taint(recorder), recorder:
+        with called, following(recorder.enter, recorder.leave), watching, Taint(recorder), recorder:
             try:
-                output = torch.func.functional_call(model, state, args, kwargs, tie_weights=False)
-            except _NEEDS_VALUES:
-                raise
-            except ExampleError:
+                output = model(*args, **kwargs)
+            except (*_NEEDS_VALUES, ExampleError):
                 raise
             except Exception as error:
                 if like.fake and re.search("numpy|subclass|fake ?tensor", str(error), re.IGNORECASE):
@@ -137,7 +115,10 @@ def repeat(
                     where,
                 ) from error
             recorder.note_taps(model)
-    return recorder.finish(output)
+        return recorder.finish(output)
+
+    modes = (torch.no_grad(),)
+    return run(model, call, (args, kwargs), fake=like.fake, training=like.training, seed=like.seed, modes=modes)
 
 
 def _advice(model: nn.Module, error: Exception, example: Any) -> str:

@@ -39,8 +39,12 @@ def is_batch_norm(module: nn.Module) -> bool:
 class Recorder(TorchFunctionMode):
     """Notes every function of the forward pass that touches data."""
 
-    def __init__(self, model: nn.Module, state: dict[str, Tensor], graph: Graph, norms_pass: bool):
+    def __init__(self, model: nn.Module, graph: Graph, norms_pass: bool):
         super().__init__()
+        state = {
+            **dict(model.named_parameters(remove_duplicate=False)),
+            **dict(model.named_buffers(remove_duplicate=False)),
+        }
         self.graph, self.norms_pass, self.layers = graph, norms_pass, 0  # bit set of the weight layers
         self.names = {id(m): name for name, m in model.named_modules()}  # a shared module goes by its first name
         self.modules = dict(model.named_modules(remove_duplicate=False))

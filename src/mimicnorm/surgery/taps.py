@@ -23,7 +23,7 @@ class Taps:
 
     Attributes:
         kernel: All that there are: what centring takes the mean over.
-        counted: What the starting weights are drawn for.
+        counted: What the initial weights are drawn for.
         acting: Those that meet an input, averaged over the positions of the output.
         geometry: In words, such as "5x5 on 2x2".
     """
