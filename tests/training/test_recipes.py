@@ -7,10 +7,11 @@ import json
 
 import pytest
 
-from mimicnorm import models
+from mimicnorm import data, models
 from mimicnorm.errors import NameNotFoundError, RecipeError
 from mimicnorm.methods import MimicNorm
 from mimicnorm.training import RECIPES, Recipe, recipe
+from mimicnorm.training.recipes import DATA_SETS, NETWORKS
 
 
 def schedule(r: Recipe) -> tuple:
@@ -69,6 +70,11 @@ def test_a_recipe_is_frozen_and_changed_by_copy():
 def test_impossible_fields_are_refused(wrong):
     with pytest.raises(RecipeError, match=next(iter(wrong))):
         recipe("digits-mlp10", **wrong)
+
+
+def test_the_names_that_are_checked_before_torch_loads_are_all_there_are():
+    assert list(NETWORKS) == models.names()
+    assert [*DATA_SETS, "folder:PATH"] == data.names()
 
 
 def test_a_wrong_name_lists_near_ones():

@@ -131,7 +131,7 @@ def test_the_newest_two_stay_and_damaged_ones_take_no_place(tmp_path: Path, caps
     folder.save(trainer, state.Position(step=9))
     assert [p.name for p in folder.checkpoints.iterdir()] == ["step-000000009.safetensors"]
     (folder.checkpoints / "step-000000009.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match="no other to go on from"):
+    with pytest.raises(CheckpointError, match="holds no checkpoint to go on from"):
         folder.resume({})
 
 
@@ -144,7 +144,9 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(finished, tmp_
     monkeypatch.setattr(tiny.loop, "load", lambda *_: tiny.SOURCES)
     tiny.loop.train(tiny.recipe(), tmp_path, progress=progress)
     printed = capsys.readouterr()
-    assert f"{newest} is damaged or missing: its checksum is wrong; going on from step 7 instead" in printed.err
+    assert (
+        f"{newest} is damaged or missing: its checksum is wrong; going on from the checkpoint before it" in printed.err
+    )
     assert ("resumed at step 7" in printed.out) == progress
     assert tiny.outcome(tmp_path) == tiny.outcome(finished)
 

@@ -64,7 +64,7 @@ SOURCES = (source(56), source(24, seed=1))
 
 def recipe(**changes: Any) -> Recipe:
     fields = {"batch": 8, "epochs": 3, "warmup": 1 / 3, "milestones": (2 / 3,), "log_every": 3, "lr": 0.05}
-    return Recipe(**{"model": "tiny:net", "data": "tiny", **fields, **changes})
+    return Recipe(**{"model": "tiny:net", "data": "digits", **fields, **changes})
 
 
 def train(out: Path | str, checkpoint_steps: int = 2, **changes: Any) -> Any:
@@ -187,19 +187,12 @@ def signalled(number: int, at_step: int, out: str, words: tuple[str, ...] = ()) 
     sys.exit(command(out, *words))
 
 
-def command(out: str, *words: str) -> int:
-    """``mimicnorm train`` with this file's network and data."""
+def command(out: str | Path, *words: str) -> int:
+    """``mimicnorm train`` with this file's recipe and data."""
     loop.load = lambda *_: SOURCES
-    r = recipe().as_dict()
-    fields = [w for k, v in r.items() for w in _flag(k, v)]
-    return main(["train", "digits-mlp10", "--out", str(out), *fields, *words])
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    name = name.replace("_", "-")
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
-    return [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}", str(value)]
+    path = Path(f"{out}.recipe.json")
+    path.write_text(json.dumps(recipe().as_dict()))
+    return main(["train", str(path), "--out", str(out), *words])
 
 
 def one_of(rank: int, size: int, meeting: str, out: str, changes: dict) -> None:

@@ -52,7 +52,7 @@ class Options:
         command = shlex.join(["mimicnorm", *sys.argv[1:]])
         job = Job(chosen, entries(self.methods, self.seeds), self.rounds, self.largest_lr, command)
         for entry in job.entries:
-            job.run_recipe(entry).resolved()  # settings are checked now: torch takes seconds to load
+            job.run_recipe(entry).check_names()
 
         from mimicnorm import report
         from mimicnorm.cli.console import Console

@@ -38,7 +38,7 @@ class Options:
     def run(self) -> None:
         """Train, or go on; print how it ended."""
         chosen = recipe(self.recipe, **given_fields(self))
-        chosen.resolved()  # names and settings are wrong at once or not at all: torch takes seconds to load
+        chosen.check_names()
         out = folder(self.out, f"{Path(self.recipe).stem}-{chosen.method}-seed{chosen.seed}")
 
         from mimicnorm.training import train

@@ -15,7 +15,7 @@ from mimicnorm.compare.job import Entry, Job
 from mimicnorm.compare.timing import interleaved, summary
 from mimicnorm.data import Source
 from mimicnorm.errors import MemoryPredictionError, RefusedError
-from mimicnorm.surgery.steps import Plan
+from mimicnorm.surgery.plan import Plan
 from mimicnorm.training.build import converted, first_batch
 from mimicnorm.training.processes import Processes
 from mimicnorm.training.step import DTYPES, Trainer, mean_loss, optimizer

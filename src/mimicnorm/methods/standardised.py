@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from mimicnorm.arguments import finite, positive_int
-from mimicnorm.layers import group_count
 from mimicnorm.methods.base import Layer, Method, Norm
 from mimicnorm.methods.edits import LayerEdit, NormEdit
 from mimicnorm.methods.fixup import beside_skips
@@ -51,6 +50,8 @@ class GroupNormWS(_Standardised):
         positive_int(self.groups, "GroupNormWS: groups")
 
     def norm(self, norm: Norm) -> NormEdit:
+        from mimicnorm.layers import group_count  # not above: the command line checks methods before torch loads
+
         groups = group_count(norm.channels, norm.positions, self.groups)
         return norm.edit("group", f"{groups} groups of each sample's channels", groups=groups)
 

@@ -13,8 +13,8 @@ from mimicnorm.data import Source
 from mimicnorm.errors import RecipeError
 from mimicnorm.surgery import heads
 from mimicnorm.surgery.convert import convert_
+from mimicnorm.surgery.plan import Plan
 from mimicnorm.surgery.record import record
-from mimicnorm.surgery.steps import Plan
 from mimicnorm.training.recipes import Recipe
 
 

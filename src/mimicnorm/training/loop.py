@@ -111,19 +111,9 @@ def _train_loop(run: _Run, train_set: data.Source, test_set: data.Source) -> Res
             run.end_epoch(evaluate(run.trainer, test_set))
             if run.save_if_due() and run.position.epoch < run.trainer.recipe.epochs:
                 return run.end("interrupted")
-    except _Diverged as error:
-        return run.end("diverged", error.step)
-    except NonFiniteError:  # from micro-batches, before the step is counted
-        return run.end("diverged", run.position.step + 1)
+    except NonFiniteError:
+        return run.end("diverged")
     return run.end("done")
-
-
-class _Diverged(Exception):
-    """The loss of a step was not finite."""
-
-    def __init__(self, step: int):
-        super().__init__(step)
-        self.step = step
 
 
 @dataclass
@@ -173,14 +163,15 @@ class _Run:
         """Add the pending steps of all processes to the position; return the last loss.
 
         Raises:
-            _Diverged: In all processes, if a loss is not finite in one.
+            NonFiniteError: In all processes, if a loss is not finite in one; the position's step is the one before.
         """
         loss, position = math.nan, self.position
         counts = self.processes.sum(torch.stack(self.pending)).tolist() if self.pending else []
         self.pending.clear()
         for step, (loss, correct) in enumerate(counts, position.step - len(counts) + 1):
             if not math.isfinite(loss):
-                raise _Diverged(step)
+                position.step = step - 1
+                raise NonFiniteError(f"the loss of step {step} is {loss}")
             position.loss, position.correct = position.loss + loss, position.correct + correct
         now = time.perf_counter()
         position.seconds, self.clock = position.seconds + now - self.clock, now
@@ -226,15 +217,16 @@ class _Run:
         self.processes.on_main(lambda: self.folder.save(self.trainer, self.position))
         self.saved_at = time.monotonic()
 
-    def end(self, status: Literal["done", "diverged", "interrupted"], step: int | None = None) -> Result:
+    def end(self, status: Literal["done", "diverged", "interrupted"]) -> Result:
         """Return the result; unless interrupted, write it down."""
-        step = self.position.step if step is None else step
+        step, history = self.position.step, self.position.history
         if status == "interrupted":
             self.bar.say(f"stopped and saved at step {step}; the same command goes on from there")
-            return Result(status, step, self.position.history, self.stop[0] if self.stop else None)
+            return Result(status, step, history, self.stop[0] if self.stop else None)
         if status == "diverged":
+            step += 1  # the first one with a loss that is not finite
             self.bar.say(f"diverged: the loss of step {step} is not finite")
-        result = Result(status, step, self.position.history)
+        result = Result(status, step, history)
         self.processes.on_main(lambda: self.folder.finish(result, self.trainer))
         return result
 

@@ -27,6 +27,13 @@ _CHOICES = {
     "precision": ("fp32", "bf16", "fp16"),
     "augment": ("standard", "light", "none"),
 }
+DATA_SETS = ("digits", "mnist", "cifar10", "cifar100", "imagenet")
+NETWORKS = (
+    *("vgg11", "vgg13", "vgg16", "vgg19", "resnet10", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),
+    *("squeezenet", "squeezenet1_0", "squeezenet1_1", "shufflenetv2", "shufflenetv2_x0_5", "shufflenetv2_x1_0"),
+    *("shufflenetv2_x1_5", "shufflenetv2_x2_0", "mlp10", "mlp30"),
+)
+"""The names that `mimicnorm.data` and `mimicnorm.models` know, for checks before torch loads; a test compares them."""
 _ABOVE_ZERO = ("lr", "width", "gamma", "scalar_rate", "classifier_variance")
 _AT_LEAST_ONE = ("batch", "epochs", "log_every")
 
@@ -125,6 +132,15 @@ class Recipe:
     def as_dict(self) -> dict[str, Any]:
         """Plain data, as JSON gives it back."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+
+    def check_names(self) -> None:
+        """Check the names of network, data, method and settings without loading torch, which takes seconds."""
+        if ":" not in self.model and self.model not in NETWORKS:
+            ways = "those of other packages are timm:NAME, torchvision:NAME or package.module:factory"
+            raise NameNotFoundError(f"there is no network {self.model!r}; {ways}.", self.model, NETWORKS)
+        if self.data not in DATA_SETS and not self.data.startswith("folder:"):
+            raise NameNotFoundError(f"there is no data set {self.data!r}.", self.data, (*DATA_SETS, "folder:PATH"))
+        self.configured_method()
 
     def configured_method(self) -> Method:
         """Build the method with its settings.

@@ -128,12 +128,10 @@ class RunFolder:
             The checkpoint's tensors and counters, for `restore`; None at the start.
         """
         self._require_claimed_for(data)
-        checkpoint, damaged = self._newest()
+        checkpoint = self._newest()
         if checkpoint is not None:
             self._require_same("recipe", self.recipe, checkpoint[1]["recipe"])
             self._require_same("data", data, checkpoint[1]["data"])
-            for error in damaged:
-                tell(f"{error}; going on from step {checkpoint[1]['position']['step']} instead", error=True)
         self._cut_logs(checkpoint[1]["logs"] if checkpoint else {})
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
@@ -159,18 +157,17 @@ class RunFolder:
                 f"{self.path} holds a run {other}: {changed}. Use another folder, or the {what} it began with"
             )
 
-    def _newest(self) -> tuple[tuple[dict[str, Tensor], dict[str, Any]] | None, list[CheckpointError]]:
-        """Return the newest checkpoint that is whole, and what is wrong with newer ones."""
-        damaged: list[CheckpointError] = []
-        for path in self._newest_first():
+    def _newest(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Return the newest checkpoint that is whole."""
+        paths = self._newest_first()
+        for path in paths:
             try:
-                return load_tensors(path), damaged
+                return load_tensors(path)
             except CheckpointError as error:
-                damaged.append(error)
-        if damaged:
-            reasons = "; ".join(map(str, damaged))
-            raise CheckpointError(f"{reasons}. There is no other to go on from: start again in another folder")
-        return None, []
+                tell(f"{error}; going on from the checkpoint before it", error=True)
+        if paths:
+            raise CheckpointError(f"{self.checkpoints} holds no checkpoint to go on from: start in another folder")
+        return None
 
     def _newest_first(self) -> list[Path]:
         return sorted(self.checkpoints.glob("step-*.safetensors"), reverse=True)
