@@ -364,8 +364,10 @@ def load_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         if _checksum(tensors, header["state"]) != header["sha256"]:
             raise ValueError("its checksum is wrong")
         return tensors, json.loads(header["state"])
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing") from error
     except (SafetensorError, KeyError, TypeError, ValueError, OSError) as error:
-        raise CheckpointError(f"{path} is damaged or missing: {error}") from error
+        raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
 def _checksum(tensors: dict[str, Tensor], text: str) -> str:
