@@ -527,7 +527,7 @@ class ScaledEnd(nn.Module):
 
     def forward(self, x):
         x = self.norm0(self.stem(x)).relu()
-        return self.fc((x + self.norm(self.conv(x))).relu().mean((2, 3)))
+        return self.fc((x + self.norm(self.conv(x).relu())).relu().mean((2, 3)))
 
 
 def test_a_beta_that_moves_beside_a_scalar_is_reported():

@@ -27,7 +27,7 @@ class Convert:
     width: float | None = None
     """Multiplies the channels of a network of this package."""
     shape: tuple[int, ...] | None = None
-    """The whole input shape, batch first, for inputs that are no square images."""
+    """The whole input shape, batch first, for inputs that are not square images."""
     head: str | None = None
     """Qualified name of the module that makes class scores; for none, take --method weight-mean."""
     allow_mixing: tuple[str, ...] = ()
@@ -39,17 +39,18 @@ class Convert:
 
     def run(self) -> None:
         """Plan, measure before and after, print."""
-        from mimicnorm import memory
         from mimicnorm.errors import InitError
-        from mimicnorm.methods import method
-        from mimicnorm.models import find
-        from mimicnorm.models.lookup import input_shape
-        from mimicnorm.surgery.convert import convert
-        from mimicnorm.surgery.planning import plan
+        from mimicnorm.models.lookup import check_spec, find, input_shape
         from mimicnorm.training.recipes import INITS
 
+        check_spec(self.model)
         if self.init not in INITS:
             raise InitError(f"--init {self.init!r} is not known: use one of {', '.join(INITS)}")
+        from mimicnorm import memory  # with torch: after the checks that need none
+        from mimicnorm.methods import method
+        from mimicnorm.surgery.convert import convert
+        from mimicnorm.surgery.planning import plan
+
         chosen = method(self.method)
         model = find(self.model, input=self.input, width=self.width, image=self.image)
         shape = input_shape(model, batch=self.batch, image=self.image, shape=self.shape)
@@ -70,6 +71,6 @@ class Convert:
             return
         per = f"per sample of {' x '.join(map(str, shape[1:]))}"
         print(
-            f"kept for the backward pass {per}: {memory.format_bytes(before_bytes // shape[0])} -> "
+            f"saved for backward {per}: {memory.format_bytes(before_bytes // shape[0])} -> "
             f"{memory.format_bytes(after_bytes // shape[0])} ({saving['ratio']:.0%} of before)"
         )

@@ -1,4 +1,4 @@
-"""Images through Pillow: what is wrong with one is said with its place."""
+"""Images through Pillow: an error names the image that does not decode."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from mimicnorm.errors import DataError
 
 @contextlib.contextmanager
 def opened(file: Path | IO[bytes], where: str) -> Iterator[Any]:
-    """An encoded image, to be decoded inside; ``where`` names it by its file and row."""
+    """Open an encoded image, to be decoded inside the block; ``where`` names its file and row in errors."""
     pil = require("PIL.Image")
     try:
         with pil.open(file) as image:
@@ -21,6 +21,6 @@ def opened(file: Path | IO[bytes], where: str) -> Iterator[Any]:
     except DataError:
         raise
     except pil.UnidentifiedImageError as error:
-        raise DataError(f"{where} does not decode (no format that Pillow knows)") from error
+        raise DataError(f"{where} does not decode (not a format that Pillow knows)") from error
     except (OSError, SyntaxError, ValueError, pil.DecompressionBombError) as error:
         raise DataError(f"{where} does not decode ({error})") from error

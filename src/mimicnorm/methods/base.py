@@ -1,13 +1,14 @@
-"""The base of every method: a method looks at the facts about a layer or BatchNorm and answers with an edit.
+"""The base of every method: a method turns the facts about a layer or BatchNorm into an edit.
 
 ``surgery/planning.py`` collects the facts. It asks no method which one it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, NoReturn
 
 from mimicnorm.errors import MimicNormError
 from mimicnorm.methods.edits import LayerEdit, NormEdit
@@ -17,80 +18,28 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layer:
-    """Facts about a weight layer.
+class NormFacts:
+    """What is possible for a BatchNorm.
 
     Attributes:
-        name: Qualified name.
-        kind: Its class.
-        role: "owner", "branch end", "gate" or "head".
-        fan_in: Weights that make one output.
-        depthwise: Whether each output reads a single channel.
-        given: "frozen", "sparse" or "parametrized" if its weights must not be drawn, else "".
-        fed_by: The activation it reads.
-        gain: ``gain(centred, fan_in)`` of the theory for that activation.
-        v: Predicted variance of its input before the activation.
-        scale: Initial value of the residual scalar, if it ends a branch itself.
-        on_raw_input: Whether it reads the model's own input.
-        branches: The residual branches of the network.
-    """
-
-    name: str
-    kind: str
-    role: str
-    fan_in: int
-    depthwise: bool = False
-    given: str = ""
-    fed_by: str
-    gain: Callable[[bool, int | None], float]
-    v: float = 1.0
-    scale: float | None = None
-    on_raw_input: bool = False
-    branches: Sequence[Branch] = ()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Norm:
-    """Facts about a BatchNorm that is taken out.
-
-    Attributes:
-        name: Qualified name.
-        kind: Its class.
-        role: "post", "pre" or "unused".
-        owners: The layers it normalised, by name.
-        v: Predicted variance of its input.
-        scale: Initial value of the residual scalar, if it ends a branch.
-        scale_why: Why it gets that scalar.
         channels: How many channels it has.
         positions: Values per sample and channel.
+        has_beta: Whether it has a beta.
         before_activation: Whether an activation reads its output.
         removable: Whether it may become an identity: it alone reads the very output of its layers.
-        has_beta: Whether it has a beta.
         beta_into: The layer whose bias its beta can become, or None.
         scale_into: The layers whose weights can take its residual scalar; empty if they cannot.
-        obstacle: Why beta cannot become a bias, or the norm an identity.
+        obstacle: Why its beta cannot become a bias.
     """
 
-    name: str
-    kind: str
-    role: str
-    owners: tuple[str, ...] = ()
-    v: float | None = None
-    scale: float | None = None
-    scale_why: str = ""
     channels: int = 1
     positions: int = 16
+    has_beta: bool = True
     before_activation: bool = False
     removable: bool = False
-    has_beta: bool = True
     beta_into: str | None = None
     scale_into: tuple[str, ...] = ()
     obstacle: str = ""
-
-    def edit(self, action: str, why: str = "", **details: Any) -> NormEdit:
-        """Return an edit of this BatchNorm."""
-        facts: dict[str, Any] = {"name": self.name, "kind": self.kind, "role": self.role, "owners": self.owners}
-        return NormEdit(action=action, why=why, v=self.v, **facts, **details)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +53,7 @@ class Method:
         unit_layers: Whether a changed layer's output has variance 1 whatever its input has.
         needs_branches: Whether a network without residual branches is refused.
         changes_heads: Whether the layers that make the logits are changed, too.
+        scales_bias: Whether a branch's scalar multiplies the bias of its last layer, too.
         own_init: Whether it prescribes initial weights for any network, so that nothing is calibrated.
         scalar_rate: The learning rate of its scalars over that of the rest, where its authors prescribe one.
         min_fan_in: Layers with this fan-in or less are not changed.
@@ -117,6 +67,7 @@ class Method:
     unit_layers: ClassVar[bool] = False
     needs_branches: ClassVar[bool] = False
     changes_heads: ClassVar[bool] = False
+    scales_bias: ClassVar[bool] = False
     own_init: ClassVar[bool] = False
     scalar_rate: ClassVar[float] = 1.0
     min_fan_in: ClassVar[int] = 1
@@ -148,55 +99,44 @@ class Method:
 
     # -- layers and norms ----------------------------------------------------------------------
 
-    def keeps(self, layer: Layer) -> str:
+    def keeps(self, layer: LayerEdit) -> str:
         """Return why a layer's weights stay as they are, or an empty string."""
         if self.weights == "keep":
             return "the method does not centre"
-        return layer.given or ("part of a gate" if layer.role == "gate" else "")
+        if layer.start != "draw":
+            return {"keep": "frozen", "scale": "sparse"}[layer.start]
+        return "part of a gate" if layer.role == "gate" else ""
 
-    def layer(self, layer: Layer) -> LayerEdit:
-        """Decide what happens to a weight layer."""
+    def layer(self, layer: LayerEdit, branches: Sequence[Branch]) -> LayerEdit:
+        """Decide what happens to a weight layer.
+
+        Args:
+            layer: The facts, as an edit that keeps the layer's weights.
+            branches: The residual branches of the network.
+        """
         why = self.keeps(layer)
-        action = "keep" if why else self.weights
-        return self._edit(layer, action, layer.gain(action == "centre", layer.fan_in), why=why)
+        if why:
+            return replace(layer, why=why)
+        gain = math.sqrt(layer.fan_in / (layer.fan_in - 1)) / layer.fed_sd
+        return replace(layer, action=self.weights, gain=gain)
 
-    def norm(self, norm: Norm) -> NormEdit:
-        """Decide what replaces a BatchNorm: its beta as a layer's bias, or a shift; a scalar at the end of a branch."""
-        if norm.role == "pre":
-            if norm.scale is None:
-                return norm.edit("shift", f"before {', '.join(norm.owners[:3]) or 'no layer'}")
-            return norm.edit("scale", "ends a residual branch", scale=norm.scale, factor=self.branch_factor)
-        scalar: dict[str, Any] = {}
-        why = norm.scale_why
+    def norm(self, norm: NormEdit, facts: NormFacts) -> NormEdit:
+        """Decide what replaces a BatchNorm: its beta as a layer's bias, or a shift; a scalar at the end of a branch.
+
+        Args:
+            norm: The facts, as an edit that makes it a shift.
+            facts: What is possible.
+        """
         if norm.scale is not None:
-            if not norm.scale_into:
-                return self._scale_after(norm)
-            why += f", folded into {', '.join(norm.scale_into)}"
-            scalar = {"scale": norm.scale, "factor": self.branch_factor, "scale_into": norm.scale_into}
-        if norm.beta_into is not None or (norm.removable and not norm.has_beta):
-            return norm.edit("remove", why or f"owned by {norm.owners[0]}", beta_into=norm.beta_into, **scalar)
-        return norm.edit("shift", why or norm.obstacle, **scalar)
-
-    def _scale_after(self, norm: Norm) -> NormEdit:
-        """A scalar that no layer can take into its weights multiplies the layer's output."""
-        return norm.edit("scale", norm.scale_why, scale=norm.scale, factor=self.branch_factor)
-
-    def _edit(self, layer: Layer, action: str, gain: float, **details: Any) -> LayerEdit:
-        start = {"frozen": "keep", "parametrized": "keep", "sparse": "scale"}.get(layer.given, "draw")
-        return LayerEdit(
-            name=layer.name,
-            kind=layer.kind,
-            role=layer.role if layer.scale is None else "branch end",
-            action=action,
-            v=layer.v,
-            scale=layer.scale,
-            factor=1.0 if layer.scale is None else self.branch_factor,
-            fan_in=layer.fan_in,
-            fed_by=layer.fed_by,
-            gain=gain,
-            start=start,
-            **details,
-        )
+            if not facts.scale_into:
+                return replace(norm, action="scale", beta_into=facts.beta_into if self.scales_bias else None)
+            norm = replace(
+                norm, scale_into=facts.scale_into, why=f"{norm.why}, folded into {', '.join(facts.scale_into)}"
+            )
+        if facts.beta_into is not None or (facts.removable and not facts.has_beta):
+            why = norm.why or f"owned by {norm.owners[0]}"
+            return replace(norm, action="remove", beta_into=facts.beta_into, why=why)
+        return replace(norm, why=norm.why or facts.obstacle)
 
     def _refuse(self, field: str, use: str) -> NoReturn:
         raise MimicNormError(f"{type(self).__name__}: {field}={getattr(self, field)!r}; use {use}")

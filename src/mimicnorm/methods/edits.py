@@ -1,7 +1,11 @@
-"""What a method asks for: one edit per BatchNorm, per layer, per head. ``surgery/operate.py`` carries them out."""
+"""What a method asks for: one edit per BatchNorm, per layer, per head. ``surgery/operate.py`` carries them out.
+
+The planner fills in the facts, the method decides on the action.
+"""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 
@@ -24,7 +28,7 @@ class Edit:
     kind: str
     role: str
     action: str
-    v: float | None = None
+    v: float = 1.0
     scale: float | None = None
     factor: float = 1.0
     why: str = ""
@@ -39,24 +43,37 @@ class LayerEdit(Edit):
 
     Attributes:
         fan_in: Weights that make one output.
+        depthwise: Whether each output reads a single channel.
         fed_by: The activation it reads, or a mixture of them.
+        fed_mean: Mean of what it reads.
+        fed_rms: Root mean square of what it reads.
         gain: Initial weights have standard deviation gain / sqrt(fan_in).
         beta_from: The BatchNorm whose beta becomes its bias, or None.
+        scales_bias: Whether the residual scalar multiplies its bias, too.
         weight_factor: What standardised weights are multiplied with.
         learns_gain: Whether it gets a learnable gain per output channel.
-        on_raw_input: Whether it reads the model's own input, so that no bias comes before it.
-        start: How its initial weights are made: "draw", "scale" (zeros stay zero) or "keep" (frozen).
+        on_raw_input: Whether it reads the model's own input.
+        start: How its initial weights are made: "draw", "scale" (zeros stay zero) or "keep".
     """
 
-    v: float = 1.0  # pyrefly: ignore
+    action: str = "keep"
     fan_in: int
+    depthwise: bool = False
     fed_by: str
+    fed_mean: float
+    fed_rms: float
     gain: float
     beta_from: str | None = None
+    scales_bias: bool = False
     weight_factor: float = 1.0
     learns_gain: bool = False
     on_raw_input: bool = False
     start: str = "draw"
+
+    @property
+    def fed_sd(self) -> float:
+        """Standard deviation of what it reads."""
+        return math.sqrt(self.fed_rms**2 - self.fed_mean**2)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +93,7 @@ class NormEdit(Edit):
         scale_into: The layers that take its residual scalar into their weights.
     """
 
+    action: str = "shift"
     owners: tuple[str, ...] = ()
     children: tuple[str, ...] = ()
     channel_dim: int = 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mimicnorm.arguments import finite
-from mimicnorm.methods.base import Layer, Method, Norm
+from mimicnorm.methods.base import Method, NormFacts
 from mimicnorm.methods.edits import LayerEdit, NormEdit
 
 if TYPE_CHECKING:
@@ -51,37 +52,37 @@ class Fixup(Method):
     def branch_variance(self, _: float, /) -> float:
         return 0.0
 
-    def layer(self, layer: Layer) -> LayerEdit:
+    def layer(self, layer: LayerEdit, branches: Sequence[Branch]) -> LayerEdit:
         why = self.keeps(layer)
-        gain = layer.gain(False, layer.fan_in)
         if why:
-            return self._edit(layer, "keep", gain, why=why)
-        factor, why = _start(layer)
-        return self._edit(layer, "bias", gain * factor, why=why, on_raw_input=layer.on_raw_input)
+            return replace(layer, why=why)
+        factor, why = _start(layer, branches)
+        return replace(layer, action="bias", gain=layer.gain * factor, why=why)
 
-    def norm(self, norm: Norm) -> NormEdit:
+    def norm(self, norm: NormEdit, facts: NormFacts) -> NormEdit:
         if norm.role == "unused":
-            return super().norm(norm)
+            return super().norm(norm, facts)
+        norm = replace(norm, scalar=True)
         if norm.scale is not None:
-            return norm.edit("scale", "ends a residual branch", scale=norm.scale, scalar=True)
-        if norm.before_activation:
-            return norm.edit("shift", "scalar bias before an activation", scalar=True)
-        if norm.role == "post" and norm.removable:
-            return norm.edit("remove", f"owned by {norm.owners[0]}, before no activation", scalar=True)
-        return norm.edit("shift", "its input is read by others, too", scalar=True)
+            return replace(norm, action="scale")
+        if facts.before_activation:
+            return replace(norm, why="scalar bias before an activation")
+        if norm.role == "post" and facts.removable:
+            return replace(norm, action="remove", why=f"owned by {norm.owners[0]}, before no activation")
+        return replace(norm, why="its input is read by others, too")
 
 
-def _start(layer: Layer) -> tuple[float, str]:
+def _start(layer: LayerEdit, branches: Sequence[Branch]) -> tuple[float, str]:
     """Return Fixup's factor on a layer's initial weights, and why. A layer on nested branches goes by the innermost."""
     if layer.role == "head":
         return 0.0, "starts at zero: the head"
-    if any(layer.name in names for branch in layer.branches for names in branch.last_layers):
+    if any(layer.name in names for branch in branches for names in branch.last_layers):
         return 0.0, "starts at zero: the last layer of its branch"
-    around = [b for b in layer.branches if layer.name in b.layers and len(b.layers) > 1]
+    around = [b for b in branches if layer.name in b.layers and len(b.layers) > 1]
     if not around:
         return 1.0, ""
-    m, total = min(len(b.layers) for b in around), len(layer.branches)
-    return total ** (-1 / (2 * m - 2)), f"one of {m} layers in one of {total} branches"
+    m = min(len(b.layers) for b in around)
+    return len(branches) ** (-1 / (2 * m - 2)), f"one of {m} layers in one of {len(branches)} branches"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +95,7 @@ class SkipInit(Method):
 
     name = "skipinit"
     needs_branches = True
+    scales_bias = True
     own_init = True
 
     alpha: float = 0.0
@@ -109,6 +111,3 @@ class SkipInit(Method):
 
     def branch_variance(self, v: float, /) -> float:
         return self.alpha**2 * v
-
-    def _scale_after(self, norm: Norm) -> NormEdit:
-        return norm.edit("scale", norm.scale_why, scale=norm.scale, beta_into=norm.beta_into)  # scales the bias, too

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mimicnorm.arguments import positive_int
-from mimicnorm.methods.base import Layer, Method
+from mimicnorm.methods.base import Method
+from mimicnorm.methods.edits import LayerEdit
 
 Residual = Literal["sqrt", "linear"] | None
 
@@ -35,7 +36,7 @@ class _Paper(Method):
     def scale_rule(self) -> str:
         return {"sqrt": "1/sqrt(v)", "linear": "1/v", None: ""}[self.residual]
 
-    def keeps(self, layer: Layer) -> str:
+    def keeps(self, layer: LayerEdit) -> str:
         why = super().keeps(layer)
         if not why and layer.depthwise:
             return "depthwise"

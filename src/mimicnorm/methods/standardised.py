@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from mimicnorm.arguments import finite, positive_int
-from mimicnorm.methods.base import Layer, Method, Norm
+from mimicnorm.methods.base import Method, NormFacts
 from mimicnorm.methods.edits import LayerEdit, NormEdit
 from mimicnorm.methods.fixup import beside_skips
 
@@ -22,14 +23,14 @@ class _Standardised(Method):
     weights = "standardise"
     own_init = True
 
-    def keeps(self, layer: Layer) -> str:
+    def keeps(self, layer: LayerEdit) -> str:
         return super().keeps(layer) or ("fan-in of at most 1" if layer.fan_in <= 1 else "")
 
-    def layer(self, layer: Layer) -> LayerEdit:
+    def layer(self, layer: LayerEdit, branches: Sequence[Branch]) -> LayerEdit:
         why = self.keeps(layer)
         if why:
-            return self._edit(layer, "keep", layer.gain(False, layer.fan_in), why=why)
-        return self._edit(layer, "standardise", layer.gain(True, None))
+            return replace(layer, why=why)
+        return replace(layer, action="standardise", gain=1 / layer.fed_sd)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +50,11 @@ class GroupNormWS(_Standardised):
     def __post_init__(self) -> None:
         positive_int(self.groups, "GroupNormWS: groups")
 
-    def norm(self, norm: Norm) -> NormEdit:
+    def norm(self, norm: NormEdit, facts: NormFacts) -> NormEdit:
         from mimicnorm.layers import group_count  # not above: the command line checks methods before torch loads
 
-        groups = group_count(norm.channels, norm.positions, self.groups)
-        return norm.edit("group", f"{groups} groups of each sample's channels", groups=groups)
+        groups = group_count(facts.channels, facts.positions, self.groups)
+        return replace(norm, action="group", groups=groups, why=f"{groups} groups of each sample's channels")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,7 @@ class ScaledWS(_Standardised):
 
     name = "scaled-ws"
     unit_layers = True
+    scales_bias = True
 
     alpha: float = 0.2
     skip_gain: float = 0.0
@@ -94,13 +96,8 @@ class ScaledWS(_Standardised):
     def branch_variance(self, v: float, /) -> float:
         return self.alpha**2 * v  # as if the skip gain were one
 
-    def layer(self, layer: Layer) -> LayerEdit:
-        edit = super().layer(layer)
+    def layer(self, layer: LayerEdit, branches: Sequence[Branch]) -> LayerEdit:
+        edit = super().layer(layer, branches)
         if edit.action == "keep":
             return edit
-        factor = edit.gain / math.sqrt(layer.fan_in * layer.v)
-        return self._edit(layer, "standardise", edit.gain, weight_factor=factor, learns_gain=True)
-
-    def _scale_after(self, norm: Norm) -> NormEdit:
-        factor = self.branch_factor
-        return norm.edit("scale", norm.scale_why, scale=norm.scale, factor=factor, beta_into=norm.beta_into)
+        return replace(edit, weight_factor=edit.gain / math.sqrt(layer.fan_in * layer.v), learns_gain=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mimicnorm.errors import CheckError, InitError, MimicNormError
-from mimicnorm.layers import FixupLayer, LastNorm, LastNormed, ScaledOutput, Standardised, WeightMean
+from mimicnorm.layers import FixupLayer, LastNorm, LastNormed, ScaledWeight, Standardised, WeightMean
 from mimicnorm.methods import Method
 from mimicnorm.surgery.init import initialise
 from mimicnorm.surgery.isolate import snapshot
@@ -117,8 +117,7 @@ def check(model: nn.Module) -> None:
                     "put it back with mimicnorm.layers.last_norm_(head, LastNorm(classes))"
                 )
         for step in done.layers:
-            kept = ScaledOutput if step.scale is not None else nn.Module
-            wanted = _CHANGED.get(step.action, kept)
+            wanted = _CHANGED.get(step.action, ScaledWeight if step.scale is not None else nn.Module)
             if not isinstance(modules.get(step.name), wanted):
                 problems.append(f"{prefix}{step.name}: the layer was replaced and is no longer {wanted.__name__}")
         left = {n.name for n in done.norms if n.action == "leave"}

@@ -19,7 +19,6 @@ from mimicnorm.layers import (
     LastNorm,
     Reweighted,
     Scale,
-    ScaledOutput,
     Shift,
     Standardised,
     WeightMean,
@@ -28,7 +27,7 @@ from mimicnorm.surgery.example import call_arguments, describe, tensors_in, with
 from mimicnorm.surgery.isolate import instead_of_forward, run
 from mimicnorm.surgery.plan import Plan
 
-_WITH_SCALAR = (Reweighted, ScaledOutput, FixupLayer, Scale)  # others may have a residual_scale of the user's
+_WITH_SCALAR = (Reweighted, FixupLayer, Scale)  # others may have a residual_scale of the user's
 _READ_BACK = 2.0  # calibrated weights must bring the variance to 1 within this factor
 # Of variance t before its sigmoid, a gate turns a sample's energy q into about q^(1 + t/4): loud samples get louder,
 # quiet ones quieter, block by block, and one batch says little about the next.

@@ -24,7 +24,7 @@ from mimicnorm.layers import (
     centre_,
     fixup_,
     last_norm_,
-    scale_output_,
+    scale_weight_,
     standardise_,
 )
 from mimicnorm.methods.edits import HeadEdit, LayerEdit, NormEdit
@@ -76,7 +76,7 @@ class _Surgeon:
     def keep(self, layer: nn.Module, edit: LayerEdit) -> None:
         scale = self._residual_scale(layer, edit)
         if scale is not None:
-            scale_output_(layer, scale)
+            scale_weight_(layer, scale, edit.scales_bias)
         self._take_beta(layer, edit)
 
     def _residual_scale(self, layer: nn.Module, edit: LayerEdit) -> Parameter | None:

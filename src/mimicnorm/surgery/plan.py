@@ -171,7 +171,7 @@ class Report(Plan):
 
 def _row(edit: Edit) -> tuple[str, ...]:
     fan_in = gain = ""
-    v = "" if edit.v is None else f"{edit.v:.4g}"
+    v = "" if edit.role in ("left", "unused", "head") else f"{edit.v:.4g}"
     action, why = edit.action, edit.why
     if isinstance(edit, LayerEdit):
         fan_in, gain = str(edit.fan_in), f"{edit.gain:.4f}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,7 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from mimicnorm.errors import RefusedError
 from mimicnorm.layers import fan_in
 from mimicnorm.methods import Method, as_method
-from mimicnorm.methods.base import Layer, Norm
 from mimicnorm.methods.edits import LayerEdit, NormEdit
 from mimicnorm.surgery import attention, changeable, flow, heads, probe, residual, roles, starting
 from mimicnorm.surgery.folding import Folder, uses_are_calls
@@ -117,20 +116,20 @@ class _Planner:
 
     def decide(self, init: str | None) -> None:
         """Decide about every layer and BatchNorm, then about the initial weights."""
-        facts = self._layer_facts()
+        drafts = self._drafts()
         branches = self._branches()
-        ends = {end for branch in branches for end in branch.ends}
+        self.ends = {end for branch in branches for end in branch.ends}
         planned = {*self.roles.owned, *self.roles.reached, *self.roles.layers}
         products = attention.unbounded_products(self.graph, planned)
         around = [] if self.method.own_init else branches
         self.damped = residual.ends_around((p.node for p in products), around)
-        v = residual.variance(self.graph, self.method, ends, self._is_unit(facts), self.damped, attention.VARIANCE)
-        layers = self._layer_edits(facts, branches, ends, v, init)
-        self.plan.norms = self._norm_edits(ends, v, layers)
-        self._fold(layers)
+        self.v = residual.variance(self.graph, self.method, self.ends, self._is_unit(drafts), self.damped)
+        layers = {name: self._layer_edit(draft, branches, init) for name, draft in drafts.items()}
+        self._note_small(layers)
+        self._norm_edits(layers)
         self.plan.layers = list(layers.values())
         self.plan.gates = [n for n in self.modules if n in self.roles.gates and n not in layers and self._has_weight(n)]
-        starting.choose(self.plan, self.modules, self.graph, self.roles, self.left, self.probes, v, init)
+        starting.choose(self.plan, self.modules, self.graph, self.left, self.probes, self.v, init)
         if products and not self.method.unit_norms:
             self.plan.notes.append(attention.note(products, bool(self.damped)))
 
@@ -172,144 +171,141 @@ class _Planner:
             )
         return chosen
 
-    def _branch_scale(self, calls: list[Node], ends: Collection[Node], v: float) -> float | None:
-        """Return the initial scalar of a branch that ends in one of these calls."""
-        scale = self.method.branch_scale(v) if any(c in ends for c in calls) else None
+    def _scalar(self, calls: list[Node]) -> dict[str, Any]:
+        """Return the residual scalar of a branch that ends in one of these calls, as fields of an edit."""
+        scale = self.method.branch_scale(self.v[calls[0].inputs[0]]) if not self.ends.isdisjoint(calls) else None
         if scale is None:
-            return None
-        return scale * math.sqrt(attention.VARIANCE) if any(c in self.damped for c in calls) else scale
+            return {}
+        why = f"ends a residual branch: scalar {self.method.scale_rule}"
+        if not self.damped.isdisjoint(calls):
+            scale *= math.sqrt(attention.VARIANCE)
+            why += f", times sqrt({attention.VARIANCE:g}): attention"
+        return {"scale": scale, "factor": self.method.branch_factor, "why": why}
 
-    def _is_unit(self, facts: dict[str, Layer]) -> Any:
+    def _is_unit(self, drafts: dict[str, LayerEdit]) -> Callable[[Node], bool]:
         """Return the predicate of calls whose output has variance 1 whatever their input has."""
 
         def is_unit(call: Node) -> bool:
             if call.kind is Kind.NORM:
                 return call.norm in self.left or self.method.unit_norms
-            changed = call.layer is not None and call.layer in facts and not self.method.keeps(facts[call.layer])
+            changed = call.layer is not None and call.layer in drafts and not self.method.keeps(drafts[call.layer])
             return self.method.unit_layers and changed
 
         return is_unit
 
     # -- layers --------------------------------------------------------------------------------
 
-    def _layer_facts(self) -> dict[str, Layer]:
-        """Return what the method needs to know of each layer, except for variances and scalars."""
+    def _drafts(self) -> dict[str, LayerEdit]:
+        """Return the facts about each layer, except for variances and scalars."""
+        starts = {"frozen": "keep", "sparse": "scale"}
         reasons = given(self.model, self.roles.layers)
-        facts = {}
+        drafts = {}
         for name, (call, role) in sorted(self.roles.layers.items(), key=lambda item: item[1][0].index):
-            module: Any = self.modules[name]
-            weight: Tensor = module.weight
-            groups, transposed = getattr(module, "groups", 1), bool(getattr(module, "transposed", False))
-            fed = feed(call, self.modules)
-            fact = Layer(
-                name=name,
-                kind=type(module).__name__,
-                role=role,
-                fan_in=fan_in(weight, groups, transposed, getattr(module, "stride", ())),
-                depthwise=groups > 1 and groups == getattr(module, "in_channels", 0),
-                given=reasons.get(name, ""),
-                fed_by=fed.name,
-                gain=fed.gain,
-                on_raw_input=flow.on_raw_input(call),
-            )
-            if not self._has_weight(name) and self.method.keeps(fact):
-                fact = dataclasses.replace(fact, given="parametrized")
-            facts[name] = fact
-        return facts
+            draft = self._draft(name, call, role, start=starts.get(reasons.get(name, ""), "draw"))
+            if not self._has_weight(name) and self.method.keeps(draft):
+                draft = dataclasses.replace(draft, start="keep")
+            drafts[name] = draft
+        return drafts
+
+    def _draft(self, name: str, call: Node, role: str, **facts: Any) -> LayerEdit:
+        module: Any = self.modules[name]
+        weight: Tensor = module.weight
+        groups, transposed = getattr(module, "groups", 1), bool(getattr(module, "transposed", False))
+        fed = feed(call, self.modules)
+        return LayerEdit(
+            name=name,
+            kind=type(module).__name__,
+            role=role,
+            fan_in=fan_in(weight, groups, transposed, getattr(module, "stride", ())),
+            depthwise=groups > 1 and groups == getattr(module, "in_channels", 0),
+            fed_by=fed.name,
+            fed_mean=fed.mean,
+            fed_rms=math.sqrt(fed.second_moment),
+            gain=1 / math.sqrt(fed.second_moment),
+            on_raw_input=flow.on_raw_input(call),
+            **facts,
+        )
 
     def _has_weight(self, name: str) -> bool:
         """Tell whether a layer's weight is a parameter, not computed from others."""
         return isinstance(self.modules[name]._parameters.get("weight"), nn.Parameter)
 
-    def _layer_edits(
-        self,
-        facts: dict[str, Layer],
-        branches: list[residual.Branch],
-        ends: set[Node],
-        v: dict[Node, float],
-        init: str | None,
-    ) -> dict[str, LayerEdit]:
-        edits: dict[str, LayerEdit] = {}
-        for name, fact in facts.items():
-            call, module = self.roles.layers[name][0], self.modules[name]
-            before = v[call.inputs[0]]
-            scale = self._branch_scale([call], ends, before)  # a branch end without a BatchNorm
-            edit = self.method.layer(dataclasses.replace(fact, v=before, scale=scale, branches=branches))
-            self.probes[name] = probe.layer(module, call.inputs[0].shape)
-            ways = changeable.Ways(self.probes[name], self._has_weight(name), uses_are_calls(self.graph, name))
-            starts = init is not None and edit.start != "keep"
-            if problem := changeable.why_not(module, edit.action, scale is not None, starts, ways):
-                self.plan.refuse(name, *problem)
-            edits[name] = edit
-        small = [e.name for e in edits.values() if e.why.startswith("fan-in of at most") and self.method.min_fan_in > 1]
-        if small:
+    def _layer_edit(self, draft: LayerEdit, branches: list[residual.Branch], init: str | None) -> LayerEdit:
+        call = self.roles.layers[draft.name][0]
+        scalar = self._scalar([call])  # a branch end without a BatchNorm
+        edit = self.method.layer(dataclasses.replace(draft, v=self.v[call.inputs[0]], **scalar), branches)
+        if scalar:
+            edit = dataclasses.replace(edit, role="branch end")
+        self.probes[draft.name] = probe.layer(self.modules[draft.name], call.inputs[0].shape)
+        ways = changeable.Ways(
+            self.probes[draft.name], self._has_weight(draft.name), uses_are_calls(self.graph, draft.name)
+        )
+        starts = init is not None and edit.start != "keep"
+        if problem := changeable.why_not(self.modules[draft.name], edit.action, bool(scalar), starts, ways):
+            self.plan.refuse(draft.name, *problem)
+        return edit
+
+    def _note_small(self, layers: dict[str, LayerEdit]) -> None:
+        small = [e.name for e in layers.values() if e.why == f"fan-in of at most {self.method.min_fan_in}"]
+        if small and self.method.weights == "centre":
             images = any(len(n.shape) == 4 for n in self.graph.nodes if n.kind is Kind.INPUT)
-            hint = " Small images train better with the first layer centred, too: see docs/compare.md" if images else ""
+            hint = ". Small images train better with the first layer centred, too: see docs/compare.md"
             self.plan.notes.append(
                 f"{count(len(small), 'layer')} ({first_names(small)}) not centred: their fan-in is at most "
-                f"min_fan_in={self.method.min_fan_in}.{hint}".rstrip(".")
+                f"min_fan_in={self.method.min_fan_in}{hint * images}"
             )
-        return edits
-
-    def _fold(self, layers: dict[str, LayerEdit]) -> None:
-        """Move betas and residual scalars into the layers that take them."""
-        for norm in self.plan.norms:
-            if norm.beta_into is not None:
-                layers[norm.beta_into] = dataclasses.replace(layers[norm.beta_into], beta_from=norm.name)
-            for name in norm.scale_into:
-                scalar = {"scale": norm.scale, "factor": norm.factor, "role": "branch end"}
-                layers[name] = dataclasses.replace(layers[name], **scalar)
 
     # -- BatchNorms ----------------------------------------------------------------------------
 
-    def _norm_edits(self, ends: set[Node], v: dict[Node, float], layers: dict[str, LayerEdit]) -> list[NormEdit]:
-        folder = Folder(self.graph, self.modules, self.removed, self.roles, layers, self.probes)
-        edits = []
+    def _norm_edits(self, layers: dict[str, LayerEdit]) -> None:
+        """Decide about every BatchNorm, and move betas and residual scalars into the layers that take them."""
+        folder = Folder(self.graph, self.modules, self.removed, self.roles, layers, self.probes, self.method)
         for name, module in self.norms.items():
             if name in self.left:
-                edits.append(_leave(name, module, "where="))
+                self.plan.norms.append(_leave(name, module, "where="))
                 continue
             calls = self.graph.calls(name)
             shape = self.graph.norm_inputs.get(name, calls[0].shape if calls else None)
             probed = self._probe(name, module, shape)
             if probed is None:
                 continue
+            draft = self._norm_draft(name, calls, children=probed.children, channel_dim=probed.channel_dim)
             positions = 16 if shape is None else math.prod(shape[1:]) // shape[probed.channel_dim]
-            width = {"channels": probe.channels(module), "positions": positions}
-            if calls:
-                fact = self._norm_facts(name, calls, v[calls[0].inputs[0]], ends, width, folder)
-            else:
-                why = "never called on the example"
-                fact = Norm(name=name, kind=type(module).__name__, role="unused", obstacle=why, **width)
-            edit = self.method.norm(fact)
+            edit = self.method.norm(draft, folder.facts(name, positions))
+            if edit.beta_into is not None:
+                layers[edit.beta_into] = dataclasses.replace(layers[edit.beta_into], beta_from=name)
+            for layer in edit.scale_into:
+                if layer not in layers:  # no BatchNorm follows it directly: it makes a part of a concat, say
+                    call = self.graph.calls(layer)[0]
+                    layers[layer] = self._draft(layer, call, "branch end", v=self.v[call.inputs[0]])
+                    self.probes[layer] = probe.layer(self.modules[layer], call.inputs[0].shape)
+                scalar = {"scale": edit.scale, "factor": edit.factor, "role": "branch end"}
+                layers[layer] = dataclasses.replace(layers[layer], scales_bias=self.method.scales_bias, **scalar)
             if not calls:
                 self.plan.notes.append(
                     f"{name} never ran on the example: it becomes a {edit.action}, and its layer is not changed for it"
                 )
-            edits.append(dataclasses.replace(edit, children=probed.children, channel_dim=probed.channel_dim))
-        return edits
+            self.plan.norms.append(edit)
+        self._note_scales()
 
-    def _norm_facts(
-        self, name: str, calls: list[Node], v: float, ends: set[Node], width: dict[str, int], folder: Folder
-    ) -> Norm:
+    def _note_scales(self) -> None:
+        """Say what residual scalars cost that no weight can take."""
+        names = [n.name for n in self.plan.norms if n.action == "scale" and not n.scalar]
+        calls = [call for name in names for call in self.graph.calls(name)]
+        if calls:
+            saved = sum(math.prod(c.shape[1:]) * c.dtype.itemsize for c in calls) / 2**20
+            self.plan.notes.append(
+                f"{count(len(names), 'residual scalar')} ({first_names(names)}) multiply activations, which are saved "
+                f"for backward ({saved:.2f} MiB per sample): the layer before is shared, or an activation is between"
+            )
+
+    def _norm_draft(self, name: str, calls: list[Node], **facts: Any) -> NormEdit:
+        kind = type(self.modules[name]).__name__
+        if not calls:
+            return NormEdit(name=name, kind=kind, role="unused", **facts)
         role, owners = self.roles.of_norm(name)
-        scale = self._branch_scale(calls, ends, v)
-        why = ""
-        if scale is not None:
-            why = f"ends a residual branch: scalar {self.method.scale_rule}"
-            why += f", times sqrt({attention.VARIANCE:g}): attention" if any(c in self.damped for c in calls) else ""
-        return Norm(
-            name=name,
-            kind=type(self.modules[name]).__name__,
-            role=role,
-            owners=owners,
-            v=v,
-            scale=scale,
-            scale_why=why,
-            before_activation=any(flow.reaches_activation(c) for c in calls),
-            **width,
-            **dataclasses.asdict(folder.fold(name)),
-        )
+        v = self.v[calls[0].inputs[0]]
+        return NormEdit(name=name, kind=kind, role=role, owners=owners, v=v, **self._scalar(calls), **facts)
 
     def _probe(self, name: str, module: nn.Module, shape: Any) -> probe.NormProbe | None:
         """Probe a BatchNorm of any class; refuse it and return None if nothing can replace it."""

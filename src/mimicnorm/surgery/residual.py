@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from mimicnorm.methods import Method
 from mimicnorm.surgery import flow
+from mimicnorm.surgery.attention import VARIANCE
 from mimicnorm.surgery.graph import Graph, Node
 from mimicnorm.surgery.ops import Kind
 
@@ -78,7 +79,6 @@ def variance(
     ends: Collection[Node],
     is_unit: Callable[[Node], bool],
     damped: Collection[Node] = (),
-    damping: float = 1.0,
 ) -> dict[Node, float]:
     """Predict the variance before each activation: 1 after inputs and norms, added at sums, averaged at concats.
 
@@ -87,8 +87,7 @@ def variance(
         method: Knows the variance after a branch's scalar.
         ends: The calls that end a branch.
         is_unit: Whether a call makes its output of variance 1 whatever it is given.
-        damped: Ends that start smaller than the others, by the factor ``damping`` on their variance.
-        damping: That factor.
+        damped: Ends of branches around attention, which start smaller than the others.
     """
     v: dict[Node, float] = {}
     for node in graph.nodes:
@@ -112,5 +111,5 @@ def variance(
         else:
             v[node] = 1.0 if is_unit(node) else before[0]
         if node in ends:
-            v[node] = method.branch_variance(v[node]) * (damping if node in damped else 1.0)
+            v[node] = method.branch_variance(v[node]) * (VARIANCE if node in damped else 1.0)
     return v

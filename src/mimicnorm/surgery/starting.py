@@ -13,14 +13,12 @@ from mimicnorm.surgery.graph import Graph, Node
 from mimicnorm.surgery.plan import OWN_INIT, Plan, count
 from mimicnorm.surgery.preconditions import looks_trained
 from mimicnorm.surgery.probe import LayerProbe
-from mimicnorm.surgery.roles import Roles
 
 
 def choose(
     plan: Plan,
     modules: Mapping[str, nn.Module],
     graph: Graph,
-    roles: Roles,
     left: set[str],
     probes: Mapping[str, LayerProbe],
     v: Mapping[Node, float],
@@ -32,7 +30,6 @@ def choose(
         plan: Edits of all layers and norms.
         modules: The network's, by name.
         graph: The network.
-        roles: Its layers and BatchNorms.
         left: BatchNorms that stay.
         probes: What each layer allows.
         v: The predicted variance of each tensor.
@@ -55,7 +52,7 @@ def choose(
     elif method.own_init:
         plan.init, plan.init_why = "theory", "the method prescribes them"
     else:
-        why = next(_obstacles(plan, modules, graph, roles, left, probes, v), None)
+        why = next(_obstacles(plan, modules, graph, left, probes, v), None)
         plan.init = "calibrate" if why else "theory"
         plan.init_why = why or "every operation on the way has a formula"
     plan.notes += notes_on_given(modules, plan.layers, plan.init is not None)
@@ -68,7 +65,6 @@ def _obstacles(
     plan: Plan,
     modules: Mapping[str, nn.Module],
     graph: Graph,
-    roles: Roles,
     left: set[str],
     probes: Mapping[str, LayerProbe],
     v: Mapping[Node, float],
@@ -76,15 +72,15 @@ def _obstacles(
     """Yield what the theory does not cover, in words."""
     for edit in plan.layers:
         if edit.start != "draw":
-            yield f"no formula for the weights of {edit.name}, which stay ({edit.why})"
+            yield f"no formula for the weights of {edit.name}, which stay as they are"
     for edit in plan.layers:  # the probe has shown that centred weights are applied as they are
         if edit.action == "keep" and has_own_forward(type(modules[edit.name])) and not probes[edit.name].centres:
             yield f"no formula for the forward of {edit.name} ({edit.kind})"
     before = 0
-    for call, _ in roles.layers.values():
-        before |= call.ancestors
+    for edit in plan.layers:
+        before |= graph.calls(edit.name)[0].ancestors
     nodes = (n for n in graph.nodes if before >> n.index & 1)
     centring = {e.name for e in plan.layers if e.action in ("centre", "standardise")} | left
-    why = without_formula(nodes, roles.layers, v, modules, centring)
+    why = without_formula(nodes, {e.name for e in plan.layers}, v, modules, centring)
     if why is not None:
         yield why

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from mimicnorm.layers.centring import Convolution, fan_in
+from mimicnorm.layers import Convolution, fan_in
 from mimicnorm.surgery.graph import Node
 from mimicnorm.surgery.ops import Kind
 
