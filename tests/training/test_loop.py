@@ -16,17 +16,10 @@ from safetensors.torch import load_file
 from torch import nn
 
 from mimicnorm.errors import RecipeError
-from mimicnorm.training import network, state
+from mimicnorm.training import state
 from mimicnorm.training.loop import PARENT, evaluate, last_norm_variance
 from mimicnorm.training.processes import Processes
 from mimicnorm.training.step import Trainer
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("finished")
-    assert tiny.in_a_process(tiny.train, out) == 0
-    return out
 
 
 def test_a_run_leaves_recipe_metrics_weights_and_result(finished: Path):
@@ -153,13 +146,8 @@ def test_tensorboard_holds_the_variance_of_every_class(tmp_path: Path):
     assert {f"last_norm_variance_by_class/{c}" for c in range(4)} | {"top1", "loss"} <= set(events.Tags()["scalars"])
 
 
-def trainer(**changes) -> Trainer:
-    r = tiny.recipe(**changes)
-    return Trainer(r, network(r, tiny.SOURCES[0]), Processes(torch.device("cpu")), 21)
-
-
 def test_evaluation_sees_the_whole_set_once_in_eval_mode():
-    t = trainer(batch=7)  # 24 images: the last batch is smaller
+    t = tiny.trainer(batch=7)  # 24 images: the last batch is smaller
     before = {k: v.clone() for k, v in t.bare.state_dict().items()}
     measured = evaluate(t, tiny.SOURCES[1])
     assert t.bare.training
@@ -173,10 +161,10 @@ def test_evaluation_sees_the_whole_set_once_in_eval_mode():
 
 
 def test_a_test_loss_that_is_not_finite_is_none_and_the_last_norms_variance_is_found():
-    t = trainer(method="nonorm")
+    t = tiny.trainer(method="nonorm")
     nn.init.constant_(t.bare[9].weight, float("nan"))
     assert evaluate(t, tiny.SOURCES[1])["test_loss"] is None
     assert last_norm_variance(t) is None
-    variance = last_norm_variance(trainer())
+    variance = last_norm_variance(tiny.trainer())
     assert variance is not None
     assert variance.shape == (4,)

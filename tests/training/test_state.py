@@ -15,9 +15,7 @@ import tiny
 import torch
 
 from mimicnorm.errors import CheckpointError, RecipeError
-from mimicnorm.training import network, state
-from mimicnorm.training.processes import Processes
-from mimicnorm.training.step import Trainer
+from mimicnorm.training import state
 
 COUNTERS = {"step": 3, "loss": 0.1 + 0.2, "logs": {"metrics.jsonl": 12}}
 
@@ -76,13 +74,6 @@ def test_a_failed_write_leaves_the_old_content_and_nothing_else(tmp_path: Path, 
 # -- folders -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("finished")
-    assert tiny.in_a_process(tiny.killed_after, 10**9, out) == 0
-    return out
-
-
 def copied(finished: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(finished, tmp_path / "run"))
 
@@ -95,12 +86,7 @@ def interrupted(out: Path, at_step: int = 9) -> Path:
 
 def test_a_checkpoint_put_back_goes_on_bit_for_bit(tmp_path: Path):
     images, labels = next(tiny.SOURCES[0].batches([torch.arange(8)], seed=0, epoch=0, augment=True))
-
-    def trainer(seed: int) -> Trainer:
-        r = tiny.recipe(seed=seed)
-        return Trainer(r, network(r, tiny.SOURCES[0]), Processes(torch.device("cpu")), 21)
-
-    one, two = trainer(0), trainer(1)
+    one, two = tiny.trainer(seed=0), tiny.trainer(seed=1)
     for step in range(2):
         one.step(images, labels, step)
     folder = state.RunFolder(tmp_path, one.recipe)
@@ -116,9 +102,8 @@ def test_a_checkpoint_put_back_goes_on_bit_for_bit(tmp_path: Path):
 
 
 def test_the_newest_two_stay_and_damaged_ones_take_no_place(tmp_path: Path, capsys):
-    r = tiny.recipe()
-    trainer = Trainer(r, network(r, tiny.SOURCES[0]), Processes(torch.device("cpu")), 21)
-    folder = state.RunFolder(tmp_path, r)
+    trainer = tiny.trainer()
+    folder = state.RunFolder(tmp_path, trainer.recipe)
     folder.resume({})
     for step in (5, 10, 1000):
         folder.save(trainer, state.Position(step=step))
@@ -174,8 +159,10 @@ OTHER = (tiny.source(56, seed=7), tiny.SOURCES[1])
 
 
 @pytest.mark.parametrize("without", ["data.json", "checkpoints"])
-def test_other_data_is_refused(tmp_path: Path, monkeypatch, without):
+def test_other_data_is_refused(finished: Path, tmp_path: Path, monkeypatch, without):
     """The file in the folder knows, and so does the checkpoint."""
+    with pytest.raises(RecipeError, match="other data: training fingerprint was"):
+        tiny.loop.train(tiny.recipe(), finished, sources=OTHER, progress=False)
     path = interrupted(tmp_path) / without
     shutil.rmtree(path) if path.is_dir() else path.unlink()
     before = {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"}
@@ -187,11 +174,6 @@ def test_other_data_is_refused(tmp_path: Path, monkeypatch, without):
     with pytest.raises(RecipeError, match="training images was 56 and is 48"):
         tiny.loop.train(tiny.recipe(), tmp_path, sources=fewer, progress=False)
     assert {p: p.read_bytes() for p in tmp_path.rglob("*") if p.is_file() and p.name != ".lock"} == before
-
-
-def test_a_finished_run_is_not_returned_for_other_sources(finished: Path):
-    with pytest.raises(RecipeError, match="other data: training fingerprint was"):
-        tiny.loop.train(tiny.recipe(), finished, sources=OTHER, progress=False)
 
 
 @pytest.mark.parametrize("damage", [None, lambda data: data[:-1], lambda data: data[:-9] + b"\1" + data[-8:]])

@@ -20,8 +20,7 @@ ALONE = Processes(torch.device("cpu"))
 
 
 def trainer(**changes) -> Trainer:
-    r = tiny.recipe(**{"model": "tiny:dry", "warmup": 0.0, **changes})
-    return Trainer(r, network(r, tiny.SOURCES[0]), ALONE, 21)
+    return tiny.trainer(**{"model": "tiny:dry", "warmup": 0.0, **changes})
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:

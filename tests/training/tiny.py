@@ -24,7 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from mimicnorm.cli import main
 from mimicnorm.data import Memory
 from mimicnorm.errors import MimicNormError
-from mimicnorm.training import Recipe, loop, state
+from mimicnorm.training import Recipe, loop, network, state
+from mimicnorm.training.processes import Processes
+from mimicnorm.training.step import Trainer
 
 TRAINING = str(Path(loop.__file__).parent)
 
@@ -65,6 +67,11 @@ SOURCES = (source(56), source(24, seed=1))
 def recipe(**changes: Any) -> Recipe:
     fields = {"batch": 8, "epochs": 3, "warmup": 1 / 3, "milestones": (2 / 3,), "log_every": 3, "lr": 0.05}
     return Recipe(**{"model": "tiny:net", "data": "digits", **fields, **changes})
+
+
+def trainer(**changes: Any) -> Trainer:
+    r = recipe(**changes)
+    return Trainer(r, network(r, SOURCES[0]), Processes(torch.device("cpu")), 21)
 
 
 def train(out: Path | str, checkpoint_steps: int = 2, **changes: Any) -> Any:

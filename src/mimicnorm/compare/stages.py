@@ -80,7 +80,8 @@ def run(
                 say(f"left out this time: {left_out}. Their runs stay in {out} and come back when they are named again")
             runs = job.runs()
             recipes = {label: job.run_recipe(entry, seed) for label, (entry, seed) in runs.items()}
-            for label, result in finished(recipes, out, identity).items():  # a page that was whole stays so meanwhile
+            before = finished(recipes, out, identity)
+            for label, result in before.items():  # a page that was whole stays so meanwhile
                 summary.add_run(data, *runs[label], folder_of(label, recipes[label], out), result)
             summary.write(data, out)  # a folder that cannot be written is known before the work
             try:
@@ -93,8 +94,9 @@ def run(
                 sweep = run_all(recipes, out, jobs, data_dir=data_dir, device=device, data=identity, progress=progress)
                 with contextlib.closing(sweep):  # whatever happens meanwhile, the training processes are stopped
                     for label, result in sweep:
-                        summary.add_run(data, *runs[label], folder_of(label, recipes[label], out), result)
-                        summary.write(data, out)
+                        if label not in before:
+                            summary.add_run(data, *runs[label], folder_of(label, recipes[label], out), result)
+                            summary.write(data, out)
                 for entry, method in zip(job.entries, data["methods"], strict=True):
                     if job.largest_lr and method["largest_lr"] is None:
                         say(f"{entry.label}: looking for the largest stable learning rate")
