@@ -17,7 +17,6 @@ import contextlib
 import functools
 import inspect
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from types import CodeType, FunctionType
 from typing import Any
@@ -181,10 +180,7 @@ def _changed_node(before: Graph, after: Graph, planned: Plan, same_batch: bool =
     if outputs[0] == outputs[1] and taps[0] == taps[1]:
         return None
     changed = [*_only_here(first, before, second), *_only_here(second, after, first)]
-    # What follows a change is changed, too: better to name an operation that is there more or less often.
-    counts = [Counter((n.op, n.where) for n in ids) for ids in (first, second)]
-    telling = [n for n in changed if counts[0][n.op, n.where] != counts[1][n.op, n.where]]
-    return (*telling, *changed, *after.outputs, *before.outputs)[0]
+    return (*changed, *after.outputs, *before.outputs)[0]
 
 
 def _only_here(ids: dict[Node, int], graph: Graph, others: dict[Node, int]) -> list[Node]:
