@@ -46,7 +46,7 @@ class Figure:
     inputs: str | None = None
     """Samples instead of a Gaussian mixture: a data set (mnist, digits, ...) or a .npy file (m, ...)."""
     data_dir: str | None = None
-    """Where the data set's files are; else MIMICNORM_DATA says, else they come from the hub."""
+    """Folder of the data set's files; by default MIMICNORM_DATA, else they are downloaded from the hub."""
     seed: int = 0
     """Seed of samples and weights."""
 

@@ -243,11 +243,11 @@ def _random_projection(output: Any, rng: torch.Generator) -> Tensor:
 
 
 class _Channels:
-    """Which dimension of an output holds the channels: the last after a linear layer, the one before the positions
-    after a convolution.
+    """Find the dimension of the channels in each output.
 
-    Other modules (activations, dropout, layer norms) keep the dimension of the latest layer of the same shape, or else
-    take the dimension that has the latest layer's width.
+    It is the last after a linear layer, and the one before the positions after a convolution. Other modules
+    (activations, dropout, layer norms) keep the dimension of the latest layer of the same shape, or else take the
+    dimension that has the latest layer's width.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Dual activations: E[phi(u) phi(v)] and E[phi'(u) phi'(v)] for Gaussian pairs of any variances.
 
 `Pairs` is the only place that decides how they are computed, by the first way that applies: a closed form (identity,
-ReLU and its leaky kin, erf, GELU); an `interpolant`, where many pairs are expected; a double integral per pair.
+ReLU, leaky ReLU, PReLU, erf, GELU); an `interpolant`, where many pairs are expected; a double integral per pair.
 
 A correlation is given twice, as rho and as gap = 1 - rho: the first is exact to relative rounding close to 0, the
 second close to 1, where kinked activations bend like arccos(rho).

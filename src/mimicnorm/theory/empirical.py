@@ -112,7 +112,7 @@ def _groups(parameters: dict[str, Tensor], budget: int, rows: int) -> list[dict[
 
 def _flat(jacobian: dict[str, Tensor], lead: int) -> Tensor:
     parts = [j.detach().flatten(lead) for j in jacobian.values()]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, lead)  # a lone large parameter is not copied
+    return parts[0] if len(parts) == 1 else torch.cat(parts, lead)  # a single large parameter is not copied
 
 
 def _per_sample(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobian:

@@ -24,7 +24,7 @@ from .transition import Transition
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measured mean with its standard error over `count` independent draws, and what the theory says."""
+    """A measured mean with its standard error over `count` independent draws, and the theory's prediction."""
 
     statement: str
     value: float

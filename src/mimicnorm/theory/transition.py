@@ -93,7 +93,7 @@ class Transition:
 
     @property
     def centred(self) -> bool:
-        """Whether the layer takes the mean of phi away."""
+        """Whether the layer subtracts the mean of phi."""
         return self.kind != "straight"
 
     def layer_power(self, q: Tensor) -> tuple[Tensor, Tensor]:
