@@ -125,7 +125,7 @@ def examine(source: str, name: str, memory: float) -> dict:
     depthwise = {n for n, m in model.named_modules() if getattr(m, "groups", 1) == getattr(m, "in_channels", 0) > 1}
     eligible = [s for s in report.layers if s.fan_in > 50 and s.name not in depthwise]
     row["eligible"], row["eligible_centred"] = len(eligible), sum(s.action == "centre" for s in eligible)
-    row["norms_without_owner"] = sum(not n.owner and n.role != "unused" for n in report.norms)
+    row["norms_without_owner"] = sum(not n.owners and n.role != "unused" for n in report.norms)
     moved = {new: old for old, new in report.moved_parameters.items()}
     wanted = {n for n, _ in model.named_parameters() if moved.get(n, n) in reached}
     if row["step"] == "fake":

@@ -26,8 +26,8 @@ from provenance import RESULTS
 from rich.progress import track
 
 from mimicnorm.methods import METHODS, Method, MimicNorm
+from mimicnorm.surgery.plan import Plan
 from mimicnorm.surgery.planning import plan
-from mimicnorm.surgery.steps import Plan
 
 GOLDEN, WHOLE = RESULTS / "plans.jsonl", RESULTS / "plans"
 SHOWN = {
@@ -43,16 +43,19 @@ def decisions(planned: Plan) -> list[str]:
     """A plan as lines that hold every decision and no sentence."""
     lines = []
     for n in planned.norms:
+        scale, factor = (n.scale, n.factor) if n.action == "scale" else (None, 1.0)  # a folded one is its layer's
+        v = None if n.role in ("left", "unused") else n.v
         lines.append(
-            f"norm {n.name} {n.role} {n.action} owners={','.join(n.owner)} children={','.join(n.keeps)} "
-            f"dim={n.channel_dim} scale={_digits(n.scale)} factor={_digits(n.factor)} v={_digits(n.v)} "
+            f"norm {n.name} {n.role} {n.action} owners={','.join(n.owners)} children={','.join(n.children)} "
+            f"dim={n.channel_dim} scale={_digits(scale)} factor={_digits(factor)} v={_digits(v)} "
             f"scalar={int(n.scalar)} groups={n.groups}"
         )
     for s in planned.layers:
+        raw = s.on_raw_input and s.action == "bias"
         lines.append(
             f"layer {s.name} {s.role} {s.action} fan_in={s.fan_in} fed_by={s.fed_by} gain={_digits(s.gain)} "
-            f"scale={_digits(s.scale)} v={_digits(s.v)} beta_from={s.beta_from} factor={_digits(s.factor)} "
-            f"output_factor={_digits(s.output_factor)} learns_gain={int(s.learns_gain)} raw={int(s.on_raw_input)}"
+            f"scale={_digits(s.scale)} v={_digits(s.v)} beta_from={s.beta_from} factor={_digits(s.weight_factor)} "
+            f"output_factor={_digits(s.factor)} learns_gain={int(s.learns_gain)} raw={int(raw)}"
         )
     lines += [f"head {h.name} outputs={h.outputs} dim={h.dim}" for h in planned.heads]
     lines += [f"gate {name}" for name in planned.gates]

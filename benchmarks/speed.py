@@ -30,7 +30,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from mimicnorm.compare.intervals import median
 from mimicnorm.compare.timing import interleaved
-from mimicnorm.layers import centring
+from mimicnorm.layers import weight
 from mimicnorm.methods import METHODS
 from mimicnorm.surgery.convert import convert_
 
@@ -43,7 +43,7 @@ CELLS = (
     "resnet18-32-112",
 )
 FEW = ("batchnorm", "mimicnorm", "nonorm")  # of cells whose steps take seconds
-PIECES = ("_sums", "_effective", "_scaled", "_centre_gradient", "_inner")
+PIECES = ("_sums", "_made", "_made_backward")
 RANGE = "mimicnorm centring"
 
 
@@ -128,7 +128,7 @@ def share(cell: str, steps: int) -> dict[str, float]:
 @contextmanager
 def ranges() -> Iterator[None]:
     """Profiler ranges around the pieces of centring, none inside another."""
-    before, inside = {piece: getattr(centring, piece) for piece in PIECES}, [False]
+    before, inside = {piece: getattr(weight, piece) for piece in PIECES}, [False]
 
     def ranged(piece: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(piece)
@@ -146,11 +146,11 @@ def ranges() -> Iterator[None]:
 
     try:
         for piece, function in before.items():
-            setattr(centring, piece, ranged(function))
+            setattr(weight, piece, ranged(function))
         yield
     finally:
         for piece, function in before.items():
-            setattr(centring, piece, function)
+            setattr(weight, piece, function)
 
 
 def parsed(cell: str) -> tuple[str, int, int, torch.memory_format]:

@@ -12,6 +12,7 @@ epoch and are not in it.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import statistics
 import tempfile
 import time
@@ -70,7 +71,7 @@ def loop_steps(r: Recipe, source: data.Source) -> list[Stamp]:
     """When each step of the loop began."""
     stamped = Stamped(source)
     with tempfile.TemporaryDirectory() as out:
-        few = data.Memory(**{**vars(source), "images": source.images[:128], "labels": source.labels[:128]})
+        few = dataclasses.replace(source, images=source.images[:128], labels=source.labels[:128])
         train(r, Path(out) / "run", sources=(stamped, few))
     return stamped.stamps
 

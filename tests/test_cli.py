@@ -1,4 +1,4 @@
-"""The command line: what it prints, what it says of mistakes, how fast it starts."""
+"""The command line: what it prints, its errors, that it starts without torch."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 import zoo
 
 from mimicnorm.cli import main
+from mimicnorm.cli.verbs import VERBS
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +26,7 @@ def test_convert_prints_the_plan_and_the_saving(capsys):
     out = capsys.readouterr().out
     assert "layer4.1.conv2" in out
     assert "20 BatchNorms (20 removed" in out
-    assert "kept for the backward pass per sample of 3 x 64 x 64" in out
+    assert "saved for backward per sample of 3 x 64 x 64" in out
 
 
 def test_convert_as_json(capsys):
@@ -47,12 +50,12 @@ def test_a_factory_of_the_users_own(capsys, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["convert", "timm:resnet5O"], "Near ones: resnet50"),
-        (["convert", "torchvision:resnet9"], "torchvision has no model 'resnet9'"),
+        (["compaer"], "there is no verb 'compaer'; mimicnorm --help explains them. Near ones: compare"),
+        ([], "give a verb"),
+        (["--verbose", "convert"], "there is no verb '--verbose'"),
         (["convert", "resnet5"], "Near ones: resnet50"),
-        (["convert", "torch.nn:Conv7d"], "Near ones: Conv"),
+        (["convert", "timm:resnet5O"], "Near ones: resnet50"),
         (["convert", "no.such.module:net"], "there is no module 'no'"),
-        (["convert", "torch.nn:Conv2d"], "cannot be called without arguments"),
         (["convert", "timm:resnet18", "--method", "mimik"], "Near ones: mimicnorm"),
         (["convert", "torchvision:alexnet"], "no BatchNorm"),
         (["convert", "torchvision:resnet18", "--shape", "2", "3"], "forward raised on the example"),
@@ -70,7 +73,7 @@ def test_a_factory_of_the_users_own(capsys, tmp_path, monkeypatch):
         *((words, "the shape is empty") for words in (["convert", "mlp10", "--shape"], ["memory", "mlp10", "--shape"])),
     ],
 )
-def test_mistakes_get_one_sentence_and_exit_code_2(words, says, capsys):
+def test_mistakes_are_one_message_and_exit_code_2(words, says, capsys):
     assert main(words) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("mimicnorm: ")
@@ -78,10 +81,23 @@ def test_mistakes_get_one_sentence_and_exit_code_2(words, says, capsys):
     assert "Traceback" not in captured.err
 
 
-def test_a_missing_package_is_said_plainly(capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "timm", None)
-    assert main(["convert", "timm:resnet18"]) == 2
-    assert "timm is not installed. Install it with: pip install timm" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["convert"], "Missing from mimicnorm convert"),
+        (["convert", "resnet10", "--bach", "3"], "--batch INT"),
+        (["convert", "resnet10", "--batch", "x"], "Error parsing --batch"),
+        (["theory", "gians"], "Available subcommands: gains, figure, check, doctor"),
+        (["train", "digits-resnet10", "--epochs", "many"], "--epochs"),
+    ],
+)
+def test_mistakes_in_options_are_shown_by_the_parser(words, says, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(words)
+    assert caught.value.code == 2
+    captured = capsys.readouterr()
+    assert says in captured.err
+    assert captured.out == ""
 
 
 def test_memory_table_and_json(capsys, tmp_path):
@@ -106,42 +122,68 @@ def test_theory_commands(capsys, tmp_path):
     assert (tmp_path / "t.png").exists()
 
 
-def test_help_does_not_import_torch():
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help(verb, capsys):
+    for words in (["--help"], [verb, "--help"]):
+        with pytest.raises(SystemExit) as caught:
+            main(words)
+        assert caught.value.code == 0
+        assert verb in capsys.readouterr().out
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
+    assert capsys.readouterr().out == f"mimicnorm {project['version']}\n"
+
+
+MISTYPED = (
+    ["compaer"],
+    ["convert", "resnet81"],
+    ["convert", "resnet18", "--method", "mimik"],
+    ["memory", "resnet18", "--methods", "batchnorm, mimik"],
+    ["theory", "doctor", "resnet81"],
+    ["compare", "--methods", "mimik+residual=linear:2"],
+    ["train", "digits-resnet10", "--model", "resnet81"],
+)
+
+
+def test_help_and_mistyped_names_do_not_wait_for_torch():
     code = (
-        "import sys, mimicnorm.cli as c\ntry: c.main(['--help'])\nexcept SystemExit: pass\n"
+        "import sys\nfrom mimicnorm.cli import main\nfrom mimicnorm.cli.verbs import VERBS\n"
+        "def run(*words):\n"
+        "    try: return main(words)\n"
+        "    except SystemExit as exit: return exit.code\n"
+        "assert run('--help') == 0 and 'tyro' not in sys.modules\n"
+        f"assert all(run(*words) == 2 for words in {MISTYPED!r})\n"
+        "assert all(run(verb, '--help') == 0 for verb in VERBS)\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "convert" in done.stdout
+    for line, words in zip(done.stderr.splitlines(), MISTYPED, strict=True):
+        assert f"{words[-1]!r}" in line or "mimik" in line
+        assert "Near ones: " in line
+
+
+def test_dir_shows_public_names_only():
+    import mimicnorm as mn
+
+    assert set(dir(mn)) == {*mn.__all__, "__version__"}
+    assert all(hasattr(mn, name) for name in dir(mn))
 
 
 def test_import_is_lazy_and_complete():
     code = (
         "import sys, mimicnorm as mn\nassert 'torch' not in sys.modules\n"
         "missing = [n for n in mn.__all__ if not hasattr(mn, n)]\nassert not missing, missing\n"
+        "assert all(map(callable, (mn.convert, mn.convert_, mn.plan, mn.check, mn.init_)))\n"
         "assert 'torch' in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize("first", ["convert_", "memory", "microbatch", "plan", "check", "theory"])
-def test_public_functions_are_functions_whatever_is_used_first(first):
-    code = (
-        f"import mimicnorm as mn\nmn.{first}\nassert callable(mn.convert) and callable(mn.plan) and callable(mn.check)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_a_factory_that_fails_is_told_in_its_own_words(capsys, tmp_path, monkeypatch):
-    (tmp_path / "broken.py").write_text("def net():\n    raise KeyError('width')\n")
-    (tmp_path / "typo.py").write_text("def net(:\n")
-    monkeypatch.chdir(tmp_path)
-    for spec, says in (("broken:net", "raised KeyError"), ("typo:net", "SyntaxError")):
-        assert main(["convert", spec]) == 2
-        assert says in capsys.readouterr().err
 
 
 def test_a_closed_output_ends_silently_as_in_a_pipeline():

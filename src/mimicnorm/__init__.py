@@ -20,9 +20,9 @@ _WHERE = {
     "convert_": "surgery.convert",
     "check": "surgery.convert",
     "init_": "surgery.convert",
-    "Report": "surgery.steps",
+    "Report": "surgery.plan",
     "plan": "surgery.planning",
-    "Plan": "surgery.steps",
+    "Plan": "surgery.plan",
     "MimicNorm": "methods",
     "WeightMean": "methods",
     "LastBN": "methods",
@@ -68,8 +68,8 @@ if TYPE_CHECKING:
         WeightMean,
     )
     from mimicnorm.surgery.convert import check, convert, convert_, init_
+    from mimicnorm.surgery.plan import Plan, Report
     from mimicnorm.surgery.planning import plan
-    from mimicnorm.surgery.steps import Plan, Report
 
 
 def __getattr__(name: str) -> Any:
@@ -84,4 +84,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, "__version__"])

@@ -30,7 +30,7 @@ class RefusedError(MimicNormError):
 
 
 class InitError(MimicNormError):
-    """The starting weights cannot be set."""
+    """The initial weights cannot be set."""
 
 
 class CheckError(MimicNormError):

@@ -65,8 +65,12 @@ def save(figure: Figure, path: str | Path, *, dpi: int = 100, palette: int | Non
 
 
 def svg(figure: Figure) -> str:
-    """Return a figure as an ``<svg>`` element for an HTML page, without the XML header."""
-    figure.savefig(buffer := BytesIO(), format="svg", transparent=True, metadata={"Date": None})
+    """Return a figure as an ``<svg>`` element for an HTML page: text in the page's font, the same bytes every time."""
+    from matplotlib import rc_context
+
+    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "mimicnorm"}):
+        figure.savefig(buffer := BytesIO(), format="svg", transparent=True, metadata=nothing)
     text = buffer.getvalue().decode()
     return text[text.index("<svg") :]
 

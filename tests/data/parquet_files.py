@@ -11,15 +11,20 @@ import pyarrow.parquet as pq
 from PIL import Image
 
 
-def encoded(pixels: np.ndarray) -> bytes:
+def encoded(pixels: np.ndarray, kind: str = "PNG") -> bytes:
     buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, "PNG")
+    Image.fromarray(pixels).save(buffer, kind)
     return buffer.getvalue()
 
 
 def pictures(count: int, shape: tuple[int, ...] = (32, 32, 3), seed: int = 0) -> list[np.ndarray]:
     rng = np.random.default_rng(seed)
     return [rng.integers(0, 256, shape, dtype=np.uint8) for _ in range(count)]
+
+
+def bright(count: int, shape: tuple[int, ...], mean: float | tuple[float, ...]) -> list[np.ndarray]:
+    """Pictures of a given mean: black and white pixels."""
+    return [x * np.uint8(255) for x in np.random.default_rng(0).random((count, *shape)) < mean]
 
 
 def write(path: Path, images: list, labels: list, image: str = "img", label: str = "fine_label") -> Path:

@@ -1,8 +1,11 @@
-"""Folders of images: the crops, the errors, the same images for any number of workers."""
+"""Folders of images: the crops, the errors, the workers, the same images for any number of them."""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -11,7 +14,7 @@ import zoo
 from PIL import Image
 
 from mimicnorm import data
-from mimicnorm.data.folder import centre, random_box
+from mimicnorm.data import folder
 from mimicnorm.errors import DataError
 
 
@@ -20,11 +23,11 @@ def tree(tmp_path):
     rng = np.random.default_rng(0)
     for split, count in (("train", 3), ("val", 1)):
         for name in ("ant", "bee"):
-            folder = tmp_path / split / name
-            folder.mkdir(parents=True)
+            place = tmp_path / split / name
+            place.mkdir(parents=True)
             for i in range(count):
                 small = rng.integers(0, 256, (6, 7, 3), dtype=np.uint8)
-                Image.fromarray(small).resize((70 + 9 * i, 60)).save(folder / f"{i}.JPEG")
+                Image.fromarray(small).resize((70 + 9 * i, 60)).save(place / f"{i}.JPEG")
     return tmp_path
 
 
@@ -57,21 +60,64 @@ def test_a_fingerprint_is_of_names_labels_and_bytes_wherever_the_folder_is(tree,
     assert data.load(f"folder:{moved}").fingerprint() != before
 
 
+def test_paths_are_one_array_which_workers_share(tree):
+    for name in ("ä ö.png", "\udcff.png", "x" * 200 + ".png"):
+        Image.new("RGB", (30, 30)).save(tree / "val" / "bee" / name)
+    source = data.load(f"folder:{tree}", "test")
+    assert source.names.dtype.kind == "S"
+    assert len(batch(source, [torch.arange(5)], workers=1)) == 5
+
+
 def test_images_depend_on_seed_epoch_and_index_alone(tree):
     source = data.load(f"folder:{tree}")
-    whole = batch(source, [torch.arange(6)])
-    assert torch.equal(batch(source, [torch.tensor([4, 1]), torch.tensor([5])], workers=2), whole[[4, 1, 5]])
-    assert not torch.equal(batch(source, [torch.arange(6)], epoch=1), whole)
+    whole, other = batch(source, [torch.arange(6)]), batch(source, [torch.arange(6)], epoch=1)
+    assert not torch.equal(whole, other)
+    state = torch.get_rng_state()
+    indices = [torch.tensor([4, 1]), torch.tensor([5])]
+    workers = []
+    for epoch, expected in enumerate((whole, other)):
+        assert torch.equal(batch(source, indices, workers=2, epoch=epoch), expected[[4, 1, 5]])
+        workers.append({child.pid for child in multiprocessing.active_children()})
+    assert len(workers[0]) == 2
+    assert workers[0] == workers[1]  # they were not started again
+    first, second = (source.batches(indices, seed=3, epoch=0, augment=True) for _ in range(2))
+    for (a, _), (b, _) in zip(first, second, strict=True):  # two at the same time do not disturb each other
+        assert torch.equal(a, b)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(("device", "pinned"), [("cpu", False), ("cuda", True), ("cuda:1", True)])
+def test_batches_for_a_gpu_are_pinned(tree, monkeypatch, device, pinned):
+    settings = []
+
+    def loader(*_, **given):
+        settings.append(given)
+        return torch.utils.data.DataLoader([], batch_size=None, sampler=given["sampler"])
+
+    monkeypatch.setattr(folder, "DataLoader", loader)
+    assert list(data.load(f"folder:{tree}").batches([], seed=0, epoch=0, augment=True, device=device)) == []
+    assert settings[0]["pin_memory"] is pinned
+
+
+def test_a_killed_worker_is_an_error_with_a_remedy(tree, monkeypatch):
+    def killed(self, index):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(folder._Decoder, "__getitem__", killed)
+    handler = signal.getsignal(signal.SIGCHLD)
+    with pytest.raises(DataError, match=r"decodes images was killed \(DataLoader worker .*\), usually .*free memory"):
+        batch(data.load(f"folder:{tree}"), [torch.arange(2)], workers=1)
+    assert signal.getsignal(signal.SIGCHLD) is handler  # torch's raises anywhere in the program
 
 
 def test_validation_is_resize_and_centre_crop(tree):
     transforms = zoo.torchvision().transforms
     theirs = transforms.Compose([transforms.Resize(256), transforms.CenterCrop(224), transforms.PILToTensor()])
     source = data.load(f"folder:{tree}", "test")
-    mine = batch(source, [torch.arange(2)], augment=False)
+    images = batch(source, [torch.arange(2)], augment=False)
     mean, std = (torch.tensor(v).view(3, 1, 1) for v in (source.mean, source.std))
-    for file, image in zip(source.files, mine, strict=True):
-        expected = theirs(Image.open(file)).float()
+    for index, image in enumerate(images):
+        expected = theirs(Image.open(source.root / source.names[index].decode())).float()
         assert ((image * std + mean) * 255 - expected).abs().mean() < 1.0  # of 255: one resampling, not two roundings
 
 
@@ -79,7 +125,7 @@ def test_crops_are_distributed_as_torchvisions():
     g = torch.Generator().manual_seed(0)
     areas = []
     for drawn in torch.rand(3000, 41, generator=g, dtype=torch.float64).tolist():
-        left, top, right, bottom = random_box((500, 375), 0.08, drawn)
+        left, top, right, bottom = folder.random_box((500, 375), 0.08, drawn)
         assert 0 <= left < right <= 500
         assert 0 <= top < bottom <= 375
         assert 0.74 < (right - left) / (bottom - top) < 1.35
@@ -91,8 +137,8 @@ def test_crops_are_distributed_as_torchvisions():
     got = torch.tensor(areas)
     for level in (0.1, 0.5, 0.9):
         assert got.quantile(level).item() == pytest.approx(expected.quantile(level).item(), abs=0.03)
-    assert random_box((1000, 10), 0.9, [0.5] * 41) == pytest.approx((493.33, 0, 506.67, 10), abs=0.01)
-    assert centre((256, 512)) == (16, 144, 240, 368)
+    assert folder.random_box((1000, 10), 0.9, [0.5] * 41) == pytest.approx((493.33, 0, 506.67, 10), abs=0.01)
+    assert folder.centre((256, 512)) == (16, 144, 240, 368)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -104,36 +150,43 @@ def test_an_image_that_does_not_decode_is_named(tree, workers):
     assert "\n" not in str(caught.value)
 
 
-def test_grey_and_transparent_images_become_rgb(tree):
+def test_pixels_become_rgb_or_are_refused_instead_of_turning_white(tree):
     Image.new("L", (30, 30), 128).save(tree / "val" / "ant" / "0.png")
     Image.new("RGBA", (30, 30), (255, 0, 0, 128)).save(tree / "val" / "bee" / "1.png")
     assert batch(data.load(f"folder:{tree}", "test"), [torch.arange(4)], augment=False).shape[1] == 3
-
-
-def test_more_than_eight_bits_are_refused_instead_of_turning_white(tree):
     Image.fromarray(np.full((30, 30), 30000, np.uint16)).save(tree / "val" / "ant" / "0.png")
     with pytest.raises(DataError, match=r"val/ant/0.png: it has more than 8 bits per pixel \(mode I"):
         batch(data.load(f"folder:{tree}", "test"), [torch.arange(3)], augment=False)
 
 
-def test_what_is_out_of_place_is_named(tree):
-    for path, says in (
-        ("train/notes.txt", "outside the class folders"),
-        ("train/ant/labels.csv", "is no image by its ending"),
-    ):
-        (tree / path).write_text("x")
-        with pytest.raises(DataError, match=f"{path}.*{says}"):
-            data.load(f"folder:{tree}")
-        (tree / path).unlink()
-    (tree / "train" / ".hidden").write_text("x")  # what systems and editors leave behind
+@pytest.mark.parametrize(
+    ("make", "path", "says"),
+    [
+        ("write_bytes", "train/notes.txt", "outside the class folders"),
+        ("write_bytes", "train/ant/labels.csv", "is not an image by its ending"),
+        ("fifo", "train/ant/x.png", "is not a regular file"),
+        ("link", "train/ant/x.png", "is not a regular file"),
+        ("mkdir", "train/ant/x.png", "is not a regular file"),
+        ("mkdir", "train/cow", "is empty"),
+        ("mkdir", "val/cow", "is a class that the training folder does not have"),
+    ],
+)
+def test_what_is_out_of_place_is_named(tree, make, path, says):
+    (tree / "train" / ".hidden").write_text("x")  # what systems and editors leave
     (tree / "train" / ".checkpoints").mkdir()
     source = data.load(f"folder:{tree}")
     assert (len(source), source.classes, source.labels.tolist()) == (6, 2, [0, 0, 0, 1, 1, 1])
-    (tree / "val" / "cow").mkdir()
-    with pytest.raises(DataError, match="val/cow' is a class that the training folder does not have"):
-        data.load(f"folder:{tree}", "test")
-    (tree / "train" / "cow").mkdir()
-    with pytest.raises(DataError, match="train/cow' is empty"):
-        data.load(f"folder:{tree}")
+    actions = {
+        "write_bytes": lambda p: p.write_bytes(b"x"),
+        "fifo": os.mkfifo,
+        "link": lambda p: p.symlink_to("nowhere"),
+        "mkdir": lambda p: p.mkdir(),
+    }
+    actions[make](tree / path)
+    with pytest.raises(DataError, match=f"{path}.*{says}"):
+        data.load(f"folder:{tree}", "test" if path.startswith("val") else "train")
+
+
+def test_a_folder_without_splits(tree):
     with pytest.raises(DataError, match="has no folder train of class folders"):
         data.load(f"folder:{tree / 'train'}")

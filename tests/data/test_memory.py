@@ -102,17 +102,17 @@ def test_a_fingerprint_is_of_every_image_and_label():
     label.labels[17] ^= 1
     scale.std = (0.2, 0.31)
     assert len({before, *(s.fingerprint() for s in (pixel, label, scale))}) == 4
-    moved = source()
-    images_of(moved, [torch.arange(4)])  # as in a run
-    assert moved.fingerprint() == before
 
 
-def test_of_much_data_a_part_is_hashed(monkeypatch):
-    monkeypatch.setattr("mimicnorm.data.memory.HASHED_BYTES", 10 * source().images[0].nbytes)
-    before, other, label = source().fingerprint(), source(), source()
-    other.images[20:] ^= 1
-    label.labels[17] ^= 1
-    assert len({before, other.fingerprint(), label.fingerprint()}) == 3
+def test_the_data_is_copied_to_a_device_once():
+    s = source()
+    images = s.images
+    for device in ("meta", "cpu", "meta"):  # training, a look at some images, training
+        (x, y), *_ = s.batches([torch.arange(4)], seed=0, epoch=0, augment=True, device=device)
+        assert (x.device.type, y.device.type) == (device, device)
+        copy = s._on(torch.device("meta"))
+        assert s._on(torch.device("meta")) is copy
+        assert s.images is images
 
 
 class Own(Source):

@@ -16,12 +16,12 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="chromium is not instal
 
 MEASURE = """<script>
 const sizes = [...document.querySelectorAll("svg")].map(svg => {
-  const box = svg.getBoundingClientRect(), line = svg.querySelector("polyline, rect").getBoundingClientRect();
+  const box = svg.getBoundingClientRect(), line = svg.querySelector("[style*='--c']").getBoundingClientRect();
   return [box.width, box.height, line.width].map(Math.round).join("x");
 });
 document.body.dataset.sizes = sizes.join(" ");
 document.body.dataset.wide = document.documentElement.scrollWidth > window.innerWidth;
-document.body.dataset.ink = getComputedStyle(document.body).color;
+document.body.dataset.ink = getComputedStyle(document.querySelector("svg text")).fill;
 </script>"""
 
 

@@ -102,7 +102,7 @@ NOT_CLASSES = {
     ),
     "mean and deviation": (
         Heads(lambda m, x, y: (m.mu(pooled(y)), m.sd(pooled(y)).exp()), mu=nn.Linear(8, 2), sd=nn.Linear(8, 2)),
-        "output 1 comes from 'sd' through exp: another kind of output",
+        "output 1 is made by 'sd' through exp: another kind of output",
     ),
     "pyramid": (Heads(pyramid, **copy.deepcopy(LEVELS)), "maps of different sizes .8 x 8, 4 x 4, 2 x 2."),
     "autoencoder": (Heads(lambda m, x, y: m.out(y), out=nn.Conv2d(8, 3, 1)), r"is like its input \(4, 3, 8, 8\)"),

@@ -367,7 +367,7 @@ def test_an_output_that_the_network_reads_on_is_no_head():
     invariants.surgery_removes_normalisation_and_nothing_else(PointNet(), x)
     p = plan(PointNet(), SMALL, example=x)
     assert [h.name for h in p.heads] == ["head"]
-    assert "which the rest of the network reads, too" in p.notes[0]
+    assert "the rest of the network reads it, too" in p.notes[0]
 
 
 class WithLoss(nn.Module):
@@ -436,7 +436,7 @@ def test_logits_of_a_bare_weight_are_named_for_what_they_are():
             features = F.normalize(self.na(self.a(x)).mean((2, 3)))
             return 16 * F.linear(features, F.normalize(self.fc.weight.flatten(1)))
 
-    with pytest.raises(RefusedError, match=r"comes from linear .* with a weight that no layer holds.*head="):
+    with pytest.raises(RefusedError, match=r"is made by linear .* with a weight that no layer holds.*head="):
         convert(Cosine(lambda m, x: x), SMALL, example=(2, 3, 8, 8))
 
 
@@ -527,7 +527,7 @@ class ScaledEnd(nn.Module):
 
     def forward(self, x):
         x = self.norm0(self.stem(x)).relu()
-        return self.fc((x + self.norm(self.conv(x))).relu().mean((2, 3)))
+        return self.fc((x + self.norm(self.conv(x).relu())).relu().mean((2, 3)))
 
 
 def test_a_beta_that_moves_beside_a_scalar_is_reported():

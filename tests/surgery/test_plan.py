@@ -13,6 +13,7 @@ from torch import nn
 
 from mimicnorm.errors import ExampleError, MimicNormError, RefusedError
 from mimicnorm.methods import BatchNorm, Fixup, LastBN, MimicNorm, NoNorm, WeightMean
+from mimicnorm.surgery.convert import convert_
 from mimicnorm.surgery.planning import plan
 
 SMALL = {"min_fan_in": 8}
@@ -223,7 +224,14 @@ def with_norm(norm, layer=None):
 
 def trained():
     net = nets.resnet()
-    net(torch.randn(4, 3, 8, 8))
+    torch.nn.functional.cross_entropy(net(torch.randn(4, 3, 8, 8)), torch.tensor([0, 1, 2, 3])).backward()
+    torch.optim.SGD(net.parameters(), lr=0.1).step()
+    return net
+
+
+def loaded():
+    net = nets.resnet()
+    net.stem[1].running_mean.normal_()  # statistics without a count of batches: from a checkpoint
     return net
 
 
@@ -247,8 +255,8 @@ REFUSED = {
         "0: TwiceConv has a forward of its own",
     ),
     "weight norm": (
-        lambda: with_norm(nn.BatchNorm2d(8), nn.utils.parametrizations.weight_norm(nets.conv(3, 8))),
-        {},
+        lambda: with_norm(nn.BatchNorm2d(8), nn.utils.parametrizations.weight_norm(nets.conv(8, 8))),
+        {"example": (2, 8, 8, 8)},
         "0: its weight is computed.*remove_parametrizations",
     ),
     "no head": (
@@ -260,6 +268,7 @@ REFUSED = {
     "normed head": (normed_head, {"head": "1"}, "1: is the head, yet a BatchNorm follows it"),
     "inner head": (nets.resnet, {"head": "blocks.0.conv1"}, "blocks.0.conv1: head= names .* goes into further layers"),
     "trained": (trained, {}, r"stem.1: .*looks trained.*init="),
+    "loaded": (loaded, {}, r"stem.1: .*looks trained.*init="),
     "where leaves all": (nets.resnet, {"where": lambda m, n: False}, "nothing to convert"),
     "forward raises": (nets.resnet, {"example": (2, 4, 8, 8)}, "inside 'stem.0'"),
     "not a module": (lambda: "resnet", {}, "torch.nn.Module"),
@@ -306,8 +315,8 @@ def test_small_layers_are_noted():
     narrow = build("resnet18", num_classes=10, input="cifar", width=0.25)
     (note,) = plan(narrow, MimicNorm(), example=IMAGE).notes
     assert "3 layers (conv1, layer2.0.downsample.0, layer3.0.downsample.0) not centred" in note
-    assert "fan-in of at most 50" in note
-    assert "smaller min_fan_in" in note
+    assert "at most min_fan_in=50" in note
+    assert "Small images" in note
     assert not plan(narrow, MimicNorm(min_fan_in=12), example=IMAGE).notes
     assert not plan(narrow, NoNorm(), example=IMAGE).notes
     assert not plan(build("resnet18", num_classes=10), MimicNorm(), example=(2, 3, 64, 64)).notes
@@ -318,6 +327,7 @@ def test_prints_as_a_table_and_as_json():
     text = str(p)
     for name in (*norms(p), *layers(p), "fc"):
         assert f"\n{name} " in text
+    assert "v: predicted variance of the input" in text  # the legend of the columns
     assert json.loads(json.dumps(p.as_dict()))["totals"]["batch_norms"] == len(p.norms)
 
 
@@ -352,12 +362,28 @@ class EndsInReLU(nn.Module):
 
 def test_fixup_says_why_branches_do_not_count():
     (refusal,) = plan(EndsInReLU(), Fixup(), example=(4, 4, 8)).refusals
-    assert "this network has no residual branch without a ReLU behind it" in refusal.reason
+    assert "this network has no residual branch without a ReLU after it" in refusal.reason
 
 
-def test_a_parametrized_layer_may_be_kept_as_it_is():
-    conv = nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 8, 3))
+def test_a_network_that_ran_a_few_batches_is_not_trained():
+    net = nets.resnet()
+    net(torch.randn(4, 3, 8, 8))  # as a constructor does to find shapes, or a lazy network
+    assert plan(net, MimicNorm(), example=IMAGE).ok
+
+
+def test_tabular_networks_are_not_told_about_images():
+    net = nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
+    (note,) = plan(net, MimicNorm(), example=(4, 20)).notes
+    assert note == "1 layer (0) not centred: their fan-in is at most min_fan_in=50"
+
+
+@pytest.mark.parametrize("init", ["auto", "calibrate", "theory", None])
+@pytest.mark.parametrize("method", [NoNorm(), MimicNorm()], ids=str)
+def test_a_parametrized_layer_that_is_not_centred_keeps_its_weights(method, init):
+    conv = nn.utils.parametrizations.spectral_norm(nn.Conv2d(3, 8, 3))  # fan-in 27: MimicNorm does not centre it
     model = nn.Sequential(conv, nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4))
-    (refusal,) = plan(model, NoNorm(), example=(4, 3, 8, 8)).refusals
-    assert "init=None" in refusal.remedy
-    plan(model, NoNorm(), example=(4, 3, 8, 8), init=None).require()
+    before = conv.parametrizations.weight.original.clone()
+    report = convert_(model, method, example=torch.randn(4, 3, 8, 8), init=init)
+    assert report.init == ("calibrate" if init == "auto" else init)
+    assert torch.equal(conv.parametrizations.weight.original, before)
+    assert any("computed from other parameters" in note for note in report.notes) == (init is not None)

@@ -91,12 +91,14 @@ class Spade(nn.Module):
 
 
 @pytest.mark.parametrize("trunk_from_labels", [False, True])
-def test_maps_that_modulate_are_no_branches(trunk_from_labels):
+def test_maps_that_modulate_each_position_are_converted_without_being_modelled(trunk_from_labels):
     example = (torch.randn(IMAGE), torch.randn(4, 2, 16, 16))
-    planned = plan(Spade(trunk_from_labels=trunk_from_labels), SMALL, example=example)
-    assert [step.name for step in planned.layers if step.scale is not None] == ["convs.1"]
-    assert {step.name for step in planned.layers if step.action == "centre"} == {"convs.0", "convs.1"}
-    assert all(step.scale is None for step in planned.norms)
+    model = Spade(trunk_from_labels=trunk_from_labels)
+    report = convert_(model, SMALL, example=example)
+    assert all(n.action != "leave" for n in report.norms)
+    output, other = model(*example), model(example[0], -example[1])
+    assert output.isfinite().all()
+    assert (output - other).abs().max() > 1e-3
 
 
 class TwoStreams(nn.Module):
@@ -313,7 +315,7 @@ def test_a_container_as_head_is_normalised_along_its_classes():
     head = convert_(model, SMALL, example=IMAGE, head="3").heads[0]
     assert (head.outputs, head.dim) == (4, 3)
     torch.testing.assert_close(model(torch.randn(IMAGE)).mean((0, 1, 2)), torch.zeros(4), atol=1e-5, rtol=0)
-    with pytest.raises(RefusedError, match=r"along which dimension it is wide.*Name the layer inside it, '3.layer'"):
+    with pytest.raises(RefusedError, match=r"along which dimension classes lie.*Name the layer inside it, '3.layer'"):
         plan(net(16), SMALL, example=IMAGE, head="3").require()
 
 
@@ -482,7 +484,7 @@ class Both(nn.Module):
 
 def test_frozen_layers_that_are_redrawn_are_noted():
     planned = plan(Both(), SMALL, example=IMAGE)
-    assert any("1 frozen layer (target.0) will get new starting weights" in note for note in planned.notes)
+    assert any("1 frozen layer (target.0) will get new initial weights" in note for note in planned.notes)
     assert not plan(Both(), SMALL, example=IMAGE, init=None).notes
 
 

@@ -27,7 +27,7 @@ class Convert:
     width: float | None = None
     """Multiplies the channels of a network of this package."""
     shape: tuple[int, ...] | None = None
-    """The whole input shape, batch first, for inputs that are no square images."""
+    """The whole input shape, batch first, for inputs that are not square images."""
     head: str | None = None
     """Qualified name of the module that makes class scores; for none, take --method weight-mean."""
     allow_mixing: tuple[str, ...] = ()
@@ -42,8 +42,7 @@ class Convert:
         from mimicnorm import memory
         from mimicnorm.errors import InitError
         from mimicnorm.methods import method
-        from mimicnorm.models import find
-        from mimicnorm.models.lookup import input_shape
+        from mimicnorm.models.lookup import find, input_shape
         from mimicnorm.surgery.convert import convert
         from mimicnorm.surgery.planning import plan
         from mimicnorm.training.recipes import INITS
@@ -70,6 +69,6 @@ class Convert:
             return
         per = f"per sample of {' x '.join(map(str, shape[1:]))}"
         print(
-            f"kept for the backward pass {per}: {memory.format_bytes(before_bytes // shape[0])} -> "
+            f"saved for backward {per}: {memory.format_bytes(before_bytes // shape[0])} -> "
             f"{memory.format_bytes(after_bytes // shape[0])} ({saving['ratio']:.0%} of before)"
         )

@@ -1,30 +1,64 @@
-"""The verbs of the command line, read by tyro."""
+"""The verbs of the command line. Only the module of the verb that is asked for is loaded, and tyro for its options."""
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
+import mimicnorm
+from mimicnorm.errors import NameNotFoundError
 
-from mimicnorm.cli.compare import Compare
-from mimicnorm.cli.convert import Convert
-from mimicnorm.cli.memory import Memory
-from mimicnorm.cli.theory import Theory
-from mimicnorm.cli.train import Train
+VERBS = {
+    "compare": "Train one network under several methods and show them side by side.",
+    "convert": "Print what conversion does to a network, layer by layer, and the memory it saves.",
+    "memory": "Predict the memory of a training step under several methods.",
+    "theory": "Run the paper's theory: gains, figures, Monte Carlo checks, the signal in a network.",
+    "train": "Train one recipe, or resume it.",
+}
+_LINES = "\n".join(f"  {verb:<10} {summary}" for verb, summary in VERBS.items())
+HELP = f"""usage: mimicnorm VERB [OPTIONS]
 
-Command = (
-    Annotated[Compare, tyro.conf.subcommand("compare")]
-    | Annotated[Convert, tyro.conf.subcommand("convert")]
-    | Annotated[Memory, tyro.conf.subcommand("memory")]
-    | Annotated[Theory, tyro.conf.subcommand("theory")]
-    | Annotated[Train, tyro.conf.subcommand("train")]
-)
+Take BatchNorm out of a network and keep what it was good for.
 
-DESCRIPTION = "Take BatchNorm out of a network and keep what it was good for."
+verbs:
+{_LINES}
+
+options:
+  -h, --help Show this text; mimicnorm VERB --help shows the options of a verb.
+  --version  Show the version."""
 
 
-def parse(argv: Sequence[str] | None) -> Any:
-    """The verb that was asked for, with its options; ends the process where there is none."""
+def parse(argv: Sequence[str]) -> Any:
+    """Return the command of the verb that is asked for, with its options; exit where there is nothing to run."""
+    verb, *options = argv or [""]
+    if verb in ("-h", "--help"):
+        print(HELP)
+        raise SystemExit(0)
+    if verb == "--version":
+        print(f"mimicnorm {mimicnorm.__version__}")
+        raise SystemExit(0)
+    if verb not in VERBS:
+        wrong = f"there is no verb {verb!r}" if verb else "give a verb"
+        raise NameNotFoundError(f"{wrong}; mimicnorm --help explains them.", verb, VERBS)
+    import tyro
+
+    command = getattr(importlib.import_module(f"mimicnorm.cli.{verb}"), verb.capitalize())
     short = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes)
-    return tyro.cli(Command, prog="mimicnorm", description=DESCRIPTION, args=argv, config=short)  # pyrefly: ignore
+    parsed = tyro.cli(command, prog=f"mimicnorm {verb}", args=options, config=short)
+    check_names(getattr(parsed, "what", parsed))  # theory has verbs of its own
+    return parsed
+
+
+def check_names(options: Any) -> None:
+    """Raise an error for a mistyped model or method. Quick: a verb imports torch when it runs, which takes seconds."""
+    from mimicnorm.methods import method
+    from mimicnorm.models.lookup import check_spec
+
+    if model := getattr(options, "model", None):
+        check_spec(model)
+    entries = [getattr(options, "method", None) or "", *(getattr(options, "methods", None) or "").split(",")]
+    for name in (re.split("[+:]", entry.strip())[0] for entry in entries):  # NAME+SETTING=VALUE:SEEDS
+        if name not in ("", "all"):
+            method(name)

@@ -1,4 +1,4 @@
-"""Images through Pillow: what is wrong with one is said with its place."""
+"""Images through Pillow: an error names the image that does not decode."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from mimicnorm.data.requirements import require
 from mimicnorm.errors import DataError
 
 
 @contextlib.contextmanager
 def opened(file: Path | IO[bytes], where: str) -> Iterator[Any]:
-    """An encoded image, to be decoded inside; ``where`` names it by its file and row."""
-    pil = require("PIL.Image")
+    """Open an encoded image, to be decoded inside the block; ``where`` names its file and row in errors."""
+    from PIL import Image, UnidentifiedImageError
+
     try:
-        with pil.open(file) as image:
+        with Image.open(file) as image:
             yield image
     except DataError:
         raise
-    except pil.UnidentifiedImageError as error:
-        raise DataError(f"{where} does not decode (no format that Pillow knows)") from error
-    except (OSError, SyntaxError, ValueError, pil.DecompressionBombError) as error:
+    except UnidentifiedImageError as error:
+        raise DataError(f"{where} does not decode (not a format that Pillow knows)") from error
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise DataError(f"{where} does not decode ({error})") from error

@@ -10,9 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mimicnorm.data.counter import uniforms
-from mimicnorm.data.source import Source, spread
-
-HASHED_BYTES = 2**28  # all of CIFAR, in a quarter of a second
+from mimicnorm.data.source import Source
 
 
 @dataclass
@@ -30,28 +28,33 @@ class Memory(Source):
     labels: Tensor = field(repr=False)
     pad: int = 4
     flip: bool = True
+    _copies: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict, init=False, repr=False)
 
     def __len__(self) -> int:
         return len(self.labels)
 
-    def fingerprint(self) -> str:
-        """A hash over all labels and images; where the images are large, over some of them, evenly spaced."""
-        image_bytes = max(self.images[:1].nbytes, 1)
-        some = spread(len(self), max(HASHED_BYTES // image_bytes, 1))
-        images = self.images if len(some) == len(self) else self.images[some.to(self.images.device)]
-        return self._hash(self.labels.cpu(), images.cpu())
+    def _content(self) -> tuple[Tensor, Tensor]:
+        return self.labels, self.images
 
     def batches(
         self, indices: Sequence[Tensor], *, seed: int, epoch: int, augment: bool, device: torch.device | str = "cpu"
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        self.images, self.labels = self.images.to(device), self.labels.to(device)  # moved once, then stays
+        all_images, all_labels = self._on(torch.device(device))
         for chosen in indices:
             where = chosen.to(device)
-            images = self.images.index_select(0, where)  # ten times as fast as brackets
+            images = all_images.index_select(0, where)  # ten times as fast as brackets
             if augment and self.augment != "none":
                 pad = self.pad if self.augment == "standard" else 0
                 images = crop_and_flip(images, uniforms(seed, epoch, chosen, 3), pad=pad, flip=self.flip)
-            yield self.normalise(images), self.labels.index_select(0, where)
+            yield self.normalise(images), all_labels.index_select(0, where)
+
+    def _on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the data set on a device; it is copied there once and stays, whichever device is asked for next."""
+        if device == self.images.device:
+            return self.images, self.labels
+        if device not in self._copies:
+            self._copies[device] = self.images.to(device), self.labels.to(device)
+        return self._copies[device]
 
 
 def crop_and_flip(images: Tensor, draws: Tensor, *, pad: int, flip: bool) -> Tensor:

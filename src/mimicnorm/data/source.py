@@ -1,16 +1,17 @@
-"""What training needs of a data set, and what all of them share."""
+"""What training needs of a data set, and what all data sets share."""
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from mimicnorm.arguments import positive_int
 from mimicnorm.data.counter import uniforms
 from mimicnorm.errors import DataError
 
@@ -27,8 +28,8 @@ class Source(ABC):
         shape: of an image: channels, height, width.
         input: which stem suits the images, as in ``models.build``.
         augment: how strongly images are changed at random when `batches` is asked to.
-        mean: of each channel, in units of the largest value, subtracted.
-        std: of each channel, divided by.
+        mean: of each channel, as a fraction of the largest value; subtracted.
+        std: of each channel; divided by.
     """
 
     name: str
@@ -48,35 +49,31 @@ class Source(ABC):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (images, labels) for each tensor of sample indices: float32, normalised, NCHW; int64.
 
-        What is random about an image depends on (seed, epoch, its index) alone: any split over processes, any
+        The random changes of an image depend on (seed, epoch, its index) alone: any split over processes, any
         micro-batch size and any resumed run see the same images.
         """
 
     def fingerprint(self) -> str:
-        """A hash that tells this data from other data of the same size: what a training run is resumed on.
-
-        Here of the images and labels of 64 samples as `batches` gives them; data sets that know their labels and files
-        look at more of them.
-        """
-        few = spread(len(self), 64)
-        images, labels = next(iter(self.batches([few], seed=0, epoch=0, augment=False)))
-        return self._hash(images.cpu().contiguous().view(-1).view(torch.uint8), labels.cpu())
-
-    def _hash(self, *parts: Tensor | bytes) -> str:
+        """Return a hash that tells this data from other data of the same size: what a training run is resumed on."""
         about = (len(self), self.classes, self.shape, self.mean, self.std)
         digest = hashlib.blake2b(repr(about).encode(), digest_size=16)
-        for part in parts:
-            digest.update(part.contiguous().numpy() if isinstance(part, Tensor) else part)  # pyrefly: ignore
+        for part in self._content():
+            digest.update(part.cpu().contiguous().numpy() if isinstance(part, Tensor) else part)  # pyrefly: ignore
         return digest.hexdigest()
 
+    def _content(self) -> Iterable[Tensor | bytes]:
+        """Yield what is hashed: here the images and labels of 64 samples, as `batches` gives them."""
+        images, labels = next(iter(self.batches([spread(len(self), 64)], seed=0, epoch=0, augment=False)))
+        return images.contiguous().view(-1).view(torch.uint8), labels
+
     def normalise(self, images: Tensor) -> Tensor:
-        """Images of bytes as float32 with channels of mean 0 and variance 1."""
+        """Return images of bytes as float32 with channels of mean 0 and variance 1."""
         mean, std = (torch.tensor(v, device=images.device).view(-1, 1, 1) for v in (self.mean, self.std))
         return images.float().mul_(1 / (255 * std)).sub_(mean / std)
 
 
 def spread(count: int, most: int) -> Tensor:
-    """At most ``most`` of ``count`` indices, evenly spaced.
+    """Return at most ``most`` of ``count`` indices, evenly spaced.
 
     Example:
         >>> spread(10, 4)
@@ -87,7 +84,7 @@ def spread(count: int, most: int) -> Tensor:
 
 
 def subset(labels: Tensor, limit: int | None) -> Tensor:
-    """Indices of at most ``limit`` samples, spread evenly over the classes: the same ones in every process.
+    """Return the indices of at most ``limit`` samples, spread evenly over the classes: the same in every process.
 
     A larger limit adds samples to those of a smaller one.
 
@@ -98,8 +95,7 @@ def subset(labels: Tensor, limit: int | None) -> Tensor:
     """
     if limit is None:
         return torch.arange(len(labels))
-    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
-        raise DataError(f"limit must be a whole number, at least 1, not {limit!r}")
+    limit = positive_int(limit, "limit", error=DataError)
     order = uniforms(0, 0, torch.arange(len(labels)), 1)[:, 0].argsort()
     order = order[labels[order].argsort(stable=True)]  # by class, at random within each
     counts = labels.bincount()

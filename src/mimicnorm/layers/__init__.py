@@ -1,14 +1,15 @@
-"""The operations of the methods: weight mean, scalars, shifts, last BN; standardisation, GroupNorm, Fixup's scalars."""
+"""The operations of the methods: a layer's weight made anew, what stands in a BatchNorm's place, the last BN."""
 
-from mimicnorm.layers.affine import Remains, Scale, ScaledOutput, Shift, scale_output_
-from mimicnorm.layers.centring import autocast_dtype, centre, fan_in
 from mimicnorm.layers.derive import Derived
-from mimicnorm.layers.fixup import FixupLayer, FixupScalars, fixup_
-from mimicnorm.layers.group_norm import GroupNorm, group_count
 from mimicnorm.layers.last_norm import LastNorm, LastNormed, last_norm_
-from mimicnorm.layers.reweight import LINEAR_CALLS, WEIGHT_LAYERS, Reweighted, has_own_forward, plain_kind
-from mimicnorm.layers.standardise import Standardisation, Standardised, standardise_, standardised_class
-from mimicnorm.layers.weight_mean import (
+from mimicnorm.layers.leftovers import FixupScalars, GroupNorm, Remains, Scale, Shift, group_count
+from mimicnorm.layers.linear import LINEAR_CALLS, WEIGHT_LAYERS, Convolution, fan_in, has_own_forward, plain_kind
+from mimicnorm.layers.reweight import (
+    FixupLayer,
+    Reweighted,
+    ScaledWeight,
+    Standardisation,
+    Standardised,
     WeightMean,
     WeightMeanConv1d,
     WeightMeanConv2d,
@@ -18,44 +19,10 @@ from mimicnorm.layers.weight_mean import (
     WeightMeanConvTranspose3d,
     WeightMeanLinear,
     centre_,
+    fixup_,
+    scale_weight_,
+    standardise_,
+    standardised_class,
     weight_mean_class,
 )
-
-__all__ = [
-    "LINEAR_CALLS",
-    "WEIGHT_LAYERS",
-    "Derived",
-    "FixupLayer",
-    "FixupScalars",
-    "GroupNorm",
-    "LastNorm",
-    "LastNormed",
-    "Remains",
-    "Reweighted",
-    "Scale",
-    "ScaledOutput",
-    "Shift",
-    "Standardisation",
-    "Standardised",
-    "WeightMean",
-    "WeightMeanConv1d",
-    "WeightMeanConv2d",
-    "WeightMeanConv3d",
-    "WeightMeanConvTranspose1d",
-    "WeightMeanConvTranspose2d",
-    "WeightMeanConvTranspose3d",
-    "WeightMeanLinear",
-    "autocast_dtype",
-    "centre",
-    "centre_",
-    "fan_in",
-    "fixup_",
-    "group_count",
-    "has_own_forward",
-    "last_norm_",
-    "plain_kind",
-    "scale_output_",
-    "standardise_",
-    "standardised_class",
-    "weight_mean_class",
-]
+from mimicnorm.layers.weight import autocast_dtype, centre

@@ -1,46 +1,66 @@
 """Subclasses made from the user's own classes, so that ``isinstance`` and identity survive.
 
-A converted layer stays the object it was: only its class changes, to one derived from the
-class it had. Such classes have no importable name, so pickling goes through the factory
-that made them.
+A converted layer stays the object it was: only its class changes, to one derived from the class it had. Such classes
+have no importable name, so they are pickled as the two classes they are made of.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
 from typing import Any
 
 from torch import nn
+from torch.nn import Parameter
 
 
 class Derived:
-    """Mixin of every class made by a factory; knows how to be pickled and copied.
+    """Base of every mixin that ``derived_class`` combines with a user's class.
 
     Attributes:
-        base: The class it was derived from.
-        factory: The module-level function that derives it: ``factory(base)`` is this class.
+        base: The user's class.
+        mixin: What was put before it.
     """
 
     base: type[nn.Module]
-    factory: Callable[[type[nn.Module]], type[nn.Module]]
+    mixin: type[Derived]
+
+    def __init_subclass__(cls, **kwargs: Any):
+        """Skip the user's hook for a derived class: it may demand keywords, or register the class as one more."""
+        if "base" not in cls.__dict__:
+            super().__init_subclass__(**kwargs)
+
+    @classmethod
+    def bases(cls, base: type[nn.Module]) -> tuple[type, ...]:
+        """The bases of this mixin's class derived from ``base``."""
+        return cls, base
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        """Rebuild through the factory: the class itself cannot be imported by name."""
-        cls = type(self)
-        return _blank, (cls.factory, cls.base), self.__getstate__()
+        """Rebuild from mixins and base: the class itself cannot be imported by name."""
+        base: Any = type(self)
+        mixins = []
+        while "mixin" in base.__dict__:
+            mixins.append(base.mixin)
+            base = base.base
+        return _blank, (mixins, base), self.__getstate__()
 
 
-def derive(factory: Callable, prefix: str, base: type[nn.Module], *mixins: type) -> type[nn.Module]:
-    """Make the class ``(*mixins, base)`` for a factory; the name shows both."""
-    members = {
-        "__module__": mixins[0].__module__,
-        "__doc__": mixins[0].__doc__,
-        "base": base,
-        "factory": staticmethod(factory),
-    }
-    return type(f"{prefix}{base.__name__}", (*mixins, base), members)
+@functools.cache
+def derived_class(mixin: type[Derived], base: type[nn.Module]) -> type[nn.Module]:
+    """Make the subclass of a user's class that behaves as the mixin says; the name shows both."""
+    members = {"__module__": mixin.__module__, "__doc__": mixin.__doc__, "base": base, "mixin": mixin}
+    name = mixin.__name__.removesuffix("Layer") + base.__name__
+    return type(name, mixin.bases(base), members)
 
 
-def _blank(factory: Callable, base: type[nn.Module]) -> nn.Module:
-    cls = factory(base)
-    return cls.__new__(cls)
+def derive_(layer: nn.Module, mixin: type[Derived], **parameters: Parameter | None) -> nn.Module:
+    """Change a layer's class to the mixin's, in place, and give it the parameters that the mixin adds."""
+    layer.__class__ = derived_class(mixin, type(layer))
+    for name, parameter in parameters.items():
+        layer.register_parameter(name, parameter)
+    return layer
+
+
+def _blank(mixins: list[type[Derived]], base: type[nn.Module]) -> nn.Module:
+    for mixin in reversed(mixins):
+        base = derived_class(mixin, base)
+    return base.__new__(base)

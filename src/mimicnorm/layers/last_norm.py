@@ -1,14 +1,14 @@
-"""The last BN: one affine-free BatchNorm on the logits, living inside the layer that makes them.
+"""The last BN: one affine-free BatchNorm on the logits, inside the layer that makes them.
 
-It is the one layer of a converted network that looks at more than one sample, so it takes care to see all of
-them: it reduces over all ranks of ``torch.distributed``, it can be handed over to ``mimicnorm.microbatch``, and
-it says so when a batch reaches it in pieces.
+It is the one layer of a converted network that sees more than one sample, and it must see the whole batch. So it
+reduces over all ranks of ``torch.distributed``, ``mimicnorm.microbatch`` can stand in for it, and it warns where the
+gradients of several small batches are added up.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -16,15 +16,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mimicnorm.errors import MicroBatchError
-from mimicnorm.layers.derive import Derived, derive
-from mimicnorm.layers.regression_loss import losses_under_way, regression_on, warn_of_regression
+from mimicnorm.layers.derive import Derived, derive_
+from mimicnorm.layers.regression_loss import losses_under_way, nodes_from, regression_on, warn_of_regression
+from mimicnorm.layers.weight import widened
 
 
 class AccumulationWarning(UserWarning):
@@ -37,18 +37,6 @@ class AccumulationWarning(UserWarning):
 
 
 _refusal: ContextVar[str | None] = ContextVar("refusal", default=None)
-
-
-@contextlib.contextmanager
-def refused(why: str) -> Iterator[None]:
-    """Let a LastNorm that normalises over the batch inside be an error: only a piece of the batch is there."""
-    token = _refusal.set(why)
-    try:
-        yield
-    finally:
-        _refusal.reset(token)
-
-
 _advice: ContextVar[str] = ContextVar(
     "advice",
     default="Train with a larger batch; if that does not fit into memory, give it whole to "
@@ -57,13 +45,22 @@ _advice: ContextVar[str] = ContextVar(
 
 
 @contextlib.contextmanager
-def advising(what: str) -> Iterator[None]:
-    """Give other advice inside where a LastNorm gets a single value per class."""
-    token = _advice.set(what)
+def _value(variable: ContextVar, value: str) -> Iterator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _advice.reset(token)
+        variable.reset(token)
+
+
+def refused(why: str) -> contextlib._GeneratorContextManager[None]:
+    """Raise inside where a LastNorm normalises over the batch: only a piece of the batch is there."""
+    return _value(_refusal, why)
+
+
+def advising(what: str) -> contextlib._GeneratorContextManager[None]:
+    """Give other advice inside where a LastNorm gets a single value per class."""
+    return _value(_advice, what)
 
 
 class LastNorm(_BatchNorm):
@@ -103,33 +100,19 @@ class LastNorm(_BatchNorm):
         """Normalise over everything but the classes; with running statistics in eval mode."""
         if self.intercept is not None:  # a micro-batch sees the statistics of the whole batch
             return _outside_graphs(self.intercept, input)
-        classes_first = input if self.dim == 1 else input.movedim(self.dim, 1) if input.dim() > 2 else input
-        if not self.training:
-            normed = self._batch_norm(classes_first, 0.0)
+        classes_first = input if self.dim == 1 or input.dim() == 2 else input.movedim(self.dim, 1)
+        if self.training and not torch.compiler.is_compiling():
+            _require_whole()
+        if self.training and world_size() > 1 and not isinstance(input, FakeTensor) and not input.is_meta:
+            normed = _outside_graphs(_over_all_ranks, self, classes_first)
         else:
-            if not torch.compiler.is_compiling():
-                _require_whole()
-            if world_size() > 1 and not isinstance(input, FakeTensor) and not input.is_meta:
-                normed = _outside_graphs(_over_all_ranks, self, classes_first)
-            else:
+            if self.training:
                 self._require_two(classes_first.numel() // max(classes_first.shape[1], 1), input.shape)
-                normed = self._batch_norm(classes_first, self._count_batch())
+            normed = super().forward(classes_first)
         output = normed if classes_first is input else normed.movedim(1, self.dim)
         if self.training and not torch.compiler.is_compiling():
             self._accumulation.watch(input, output, self.num_features)
         return output
-
-    def _batch_norm(self, x: Tensor, factor: float) -> Tensor:
-        mean, var = self.running_mean, self.running_var
-        return F.batch_norm(x, mean, var, None, None, self.training or mean is None, factor, self.eps)
-
-    def _count_batch(self) -> float:
-        """Count one more batch and return its weight in the running statistics."""
-        if self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-        if self.momentum is not None:
-            return self.momentum
-        return 1.0 / float(self.num_batches_tracked) if self.num_batches_tracked is not None else 0.0
 
     def _require_two(self, values: float, shape: torch.Size) -> None:
         if values < 2:
@@ -194,7 +177,7 @@ class _SumOverRanks(torch.autograd.Function):
 
 def _over_all_ranks(norm: LastNorm, x: Tensor) -> Tensor:
     """Normalise with the mean and variance over all ranks' values; shares may differ, even be empty."""
-    wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+    wide = widened(x)
     others = [d for d in range(x.dim()) if d != 1]
     values = x.numel() // max(x.shape[1], 1)
     sums = _SumOverRanks.apply(torch.cat([wide.sum(others), wide.new_full((1,), values)]))
@@ -206,8 +189,9 @@ def _over_all_ranks(norm: LastNorm, x: Tensor) -> Tensor:
     centred = wide - mean.reshape(along)
     # The squares are summed around the mean, in a second reduction: sums of raw squares would cancel.
     var = _SumOverRanks.apply(centred.square().sum(others)) / count
-    if norm.running_mean is not None and norm.running_var is not None:
-        factor = norm._count_batch()
+    if norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None:
+        norm.num_batches_tracked.add_(1)
+        factor = 1.0 / float(norm.num_batches_tracked) if norm.momentum is None else norm.momentum
         with torch.no_grad():
             norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), factor)
             norm.running_var.lerp_((var * (count / (count - 1))).to(norm.running_var.dtype), factor)
@@ -218,48 +202,48 @@ def _over_all_ranks(norm: LastNorm, x: Tensor) -> Tensor:
 
 
 class _Accumulation:
-    """Notices, in the backward pass, that gradients of an earlier batch are still there, and a regression loss.
+    """Warns, in the backward pass, of gradients that an earlier batch left, and of a regression loss.
 
-    Looks at one parameter near the logits. A second backward of the same forward is not accumulation, nor are two
-    forwards under one backward, nor a backward that leaves the parameter alone (``autograd.grad`` for the inputs).
+    It looks at the parameter nearest to the logits. Not accumulation: a second backward of the same forward, two
+    forwards under one backward, a backward that leaves the parameter alone (``autograd.grad`` for the inputs).
     """
 
     warned_in: int | None = None
-    """The backward pass that last gave the warning, of any head: one with two heads is told once."""
+    """The backward pass that last gave the warning, for any head: one pass through two heads warns once."""
 
     loss_was_seen = False
-    """Whether a backward pass has been looked at for a regression loss."""
+    """Whether a backward pass has been searched for a regression loss."""
 
     def __init__(self) -> None:
         self.active = True
         self.forwards = 0
         self.last_forward: int | None = None
         self.last_task: int | None = None
-        self.expected: int | None = None
+        self.expected_version: int | None = None
 
     def watch(self, logits: Tensor, output: Tensor, outputs: int) -> None:
-        """Let the backward pass through these logits report."""
+        """Register a hook for the backward pass through these logits."""
         if (not self.active and self.loss_was_seen) or not logits.requires_grad:
             return
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return
-        node = _parameter_near(logits)
-        if node is None and self.loss_was_seen:
+        leaf = _nearest_parameter(logits)
+        if leaf is None and self.loss_was_seen:
             return
         self.forwards += 1
         this = self.forwards
-        # Its number, not the node: a hook that held it would keep the graph alive for ever.
+        # Its number, not the node: a hook that referred to the node would keep the graph alive for ever.
         number = output.grad_fn._sequence_nr()  # pyrefly: ignore
 
-        def passed(_grad: Tensor) -> None:
+        def hook(_grad: Tensor) -> None:
             self._look_at_loss(number, outputs)
-            if node is not None:
-                self._passed(this, node)
+            if leaf is not None:
+                self._look_at_gradient(this, leaf)
 
-        logits.register_hook(passed)
+        logits.register_hook(hook)
 
     def _look_at_loss(self, number: int, outputs: int) -> None:
-        """Warn of a regression loss, looking at the first backward pass only."""
+        """Warn of a regression loss, in the first backward pass only."""
         if self.loss_was_seen:
             return
         self.loss_was_seen = True
@@ -267,23 +251,24 @@ class _Accumulation:
             if kind := regression_on(loss, lambda node: node._sequence_nr() == number):
                 warn_of_regression(kind, f"LastNorm of {outputs} outputs")
 
-    def _passed(self, this: int, node: Any) -> None:
+    def _look_at_gradient(self, forward: int, leaf: Any) -> None:
+        """Warn if the leaf has a gradient that another forward pass left there."""
         try:
-            if not torch._C._will_engine_execute_node(node):
+            if not torch._C._will_engine_execute_node(leaf):
                 return
         except RuntimeError:  # autograd.grad for this parameter, which leaves its .grad alone
             return
         task = torch._C._current_graph_task_id()
-        earlier = self.last_forward is not None and self.last_forward != this and self.last_task != task
-        self.last_forward, self.last_task = this, task
-        held = node.variable.grad
-        expected, self.expected = self.expected, None
-        if not self.active or held is None or type(held) is not Tensor:
+        earlier = self.last_forward is not None and self.last_forward != forward and self.last_task != task
+        self.last_forward, self.last_task = forward, task
+        grad = leaf.variable.grad
+        expected, self.expected_version = self.expected_version, None
+        if not self.active or grad is None or type(grad) is not Tensor:
             return
         # Adding to a gradient writes it once. If it was written more often since (zeroed, clipped), do not look at
         # its values, which would cost a synchronisation in every step of a training that clears with zeros.
-        self.expected = held._version + 1
-        if not earlier or (expected is not None and held._version != expected) or not held.any():
+        self.expected_version = grad._version + 1
+        if not earlier or (expected is not None and grad._version != expected) or not grad.any():
             return
         self.active = False
         if _Accumulation.warned_in != task:
@@ -299,27 +284,17 @@ class _Accumulation:
             )
 
 
-def _parameter_near(logits: Tensor, reach: int = 32) -> Any:
-    """The graph's node of the first trainable leaf found backwards from the logits: the head's bias or weight."""
-    nodes = [logits.grad_fn]
-    for _ in range(reach):
-        if not nodes:
-            break
-        node = nodes.pop(0)
-        if node is None:
-            continue
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, nn.Parameter):
-            return node
-        nodes += [n for n, _ in node.next_functions]
-    return None
+def _nearest_parameter(logits: Tensor) -> Any:
+    """The autograd node of the trainable leaf nearest to the logits: the head's bias or weight."""
+    nearest = itertools.islice(nodes_from(logits.grad_fn), 32)
+    return next((node for node in nearest if isinstance(getattr(node, "variable", None), nn.Parameter)), None)
 
 
 # -- the head ----------------------------------------------------------------------------------------------------
 
 
 class LastNormed(Derived):
-    """A head whose output goes through its own ``last_norm``: same class, same keys, one child more."""
+    """A head that normalises its output by its child ``last_norm``."""
 
     last_norm: LastNorm
 
@@ -328,14 +303,8 @@ class LastNormed(Derived):
         return self.last_norm(super().forward(*args, **kwargs))  # pyrefly: ignore
 
 
-@functools.cache
-def last_normed_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a head's class that normalises its own output."""
-    return derive(last_normed_class, "LastNormed", base, LastNormed)
-
-
 def last_norm_(head: nn.Module, norm: LastNorm) -> nn.Module:
     """Put a LastNorm inside a head, in place: the same object, the same keys."""
-    head.__class__ = last_normed_class(type(head))
+    derive_(head, LastNormed)
     head.add_module("last_norm", norm)
     return head

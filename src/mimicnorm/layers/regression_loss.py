@@ -1,4 +1,4 @@
-"""Does a regression loss meet a last BN? The autograd graph of the loss tells.
+"""Find a regression loss on the outputs of a last BN, in the autograd graph of the loss.
 
 A last BN gives every output mean 0 and variance 1 over the batch. Class scores are compared with each other, so they
 lose little by that; a regression compares each output with a number, which it can no longer reach.
@@ -7,7 +7,9 @@ lose little by that; a regression compares each output with a number, which it c
 from __future__ import annotations
 
 import sys
+import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -20,20 +22,10 @@ Node = Any
 _LOSSES = {"MseLoss": "mean square error", "SmoothL1Loss": "smooth L1", "HuberLoss": "Huber"}
 _OF_DIFFERENCES = {"Abs": "L1", "Pow": "squared difference"}
 _DIFFERENCES = {"Sub", "Rsub"}
-# Probabilities may be compared with numbers; behind a layer, the outputs are no longer those of the last BN.
-_NO_RAW_OUTPUTS = {
-    *("Softmax", "LogSoftmax", "Sigmoid", "LogSigmoid", "Logsumexp", "Exp", "NllLoss", "NllLoss2D"),
-    *(
-        "BinaryCrossEntropy",
-        "BinaryCrossEntropyWithLogits",
-        "Addmm",
-        "Mm",
-        "Bmm",
-        "Baddbmm",
-        "Convolution",
-        "Embedding",
-    ),
-}
+# Probabilities may be compared with numbers, and after another layer the outputs are no longer those of the last BN.
+_PROBABILITIES = {"Softmax", "LogSoftmax", "Sigmoid", "LogSigmoid", "Logsumexp", "Exp"}
+_CLASS_LOSSES = {"NllLoss", "NllLoss2D", "BinaryCrossEntropy", "BinaryCrossEntropyWithLogits"}
+_LAYERS = {"Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Embedding"}
 
 
 class RegressionLossWarning(UserWarning):
@@ -57,15 +49,15 @@ def warn_of_regression(kind: str, head: str) -> None:
 
 
 def regression_on(loss: Node, is_output: Callable[[Node], bool]) -> str | None:
-    """Which regression loss compares raw outputs with something else, if one does.
+    """Name the regression loss that compares raw outputs with something else, or return None.
 
-    Outputs that are compared with each other (consistency of two views, distance from their mean) are no regression.
+    To compare outputs with each other (consistency of two views, distance from their mean) is not a regression.
 
     Args:
         loss: The graph's node of the loss.
         is_output: Whether a node is that of the outputs.
     """
-    for node in _nodes([loss], is_output):
+    for node in nodes_from(loss, is_output):
         name, operands = _name(node), [node]
         kind = _LOSSES.get(name)
         if name in _OF_DIFFERENCES and (name != "Pow" or node._saved_exponent == 2):
@@ -80,38 +72,40 @@ def regression_on(loss: Node, is_output: Callable[[Node], bool]) -> str | None:
 
 def reaches(node: Node, is_output: Callable[[Node], bool]) -> bool:
     """Whether a tensor is made of outputs without anything on the way that makes probabilities of them."""
-    return any(is_output(n) for n in _nodes([node], lambda n: is_output(n) or _name(n) in _NO_RAW_OUTPUTS))
+    ends = _PROBABILITIES | _CLASS_LOSSES | _LAYERS
+    return any(is_output(n) for n in nodes_from(node, lambda n: is_output(n) or _name(n) in ends))
 
 
 def losses_under_way() -> list[Node]:
     """What is being differentiated, seen from a hook in the backward pass.
 
-    On accelerators a hook runs in a thread of its own, so the frames of all threads are looked at.
+    On accelerators a hook runs in a thread of its own, so the frames of all threads are searched.
     """
     engine = getattr(torch.autograd.graph, "_engine_run_backward", None)
-    roots: list[Any] = []
-    frames = list(sys._current_frames().values())
-    try:
-        while frames and engine is not None:
-            if frames[-1].f_code is engine.__code__:
-                roots += frames[-1].f_locals.get("t_outputs", ())
-            frames[-1:] = [frames[-1].f_back] if frames[-1].f_back is not None else []
-    finally:
-        frames.clear()  # one of them is this function's own: a cycle would keep the loss and its graph alive
-    return [t.grad_fn for t in roots if isinstance(t, Tensor)]
+    if engine is None:
+        return []
+    # No variable of this function may refer to a frame: its own is among them, and the cycle would keep the loss alive.
+    return [
+        t.grad_fn
+        for innermost in sys._current_frames().values()
+        for frame, _ in traceback.walk_stack(innermost)
+        if frame.f_code is engine.__code__
+        for t in frame.f_locals.get("t_outputs", ())
+        if isinstance(t, Tensor)
+    ]
 
 
-def _nodes(start: list[Node], ends: Callable[[Node], bool]) -> Iterator[Node]:
-    """All nodes from some on, towards the leaves; nothing beyond a node that ``ends``."""
-    nodes, seen = list(start), set()
-    while nodes:
-        node = nodes.pop()
+def nodes_from(start: Node, ends: Callable[[Node], bool] = lambda _: False) -> Iterator[Node]:
+    """All nodes from one on, towards the leaves, the nearest first; nothing beyond a node that ``ends``."""
+    queue, seen = deque([start]), set()
+    while queue:
+        node = queue.popleft()
         if node is None or node in seen:
             continue
         seen.add(node)
         yield node
         if not ends(node):
-            nodes += _inputs(node)
+            queue += _inputs(node)
 
 
 def _inputs(node: Node) -> list[Node]:

@@ -1,244 +1,328 @@
 """Layers that apply another weight than the one they hold: centred, standardised, scaled.
 
-Whatever the class of a convolution or linear layer, its forward is brought to one method,
-``apply_op(x, weight, bias, op)``; what that does with the weight is the treatment's own affair.
+``weight_mean_class(nn.Conv2d)`` is a subclass of ``nn.Conv2d`` with the same parameters under the same names. Whatever
+the class of a convolution or linear layer, its forward is brought to one method, ``reweighted(call)``. The weight is
+made in every forward and never cached: optimizers and sharding change weights without a trace.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
-from mimicnorm.layers.centring import Convolution, Matrix, Op
-from mimicnorm.layers.derive import Derived, derive
+from mimicnorm.layers.derive import Derived, derive_, derived_class
+from mimicnorm.layers.linear import (
+    CONVOLUTIONS,
+    LINEAR_CALLS,
+    TRANSPOSED,
+    Convolution,
+    LinearCall,
+    conv_call,
+    conv_transpose_call,
+    has_own_forward,
+    linear_call,
+    plain_kind,
+)
+from mimicnorm.layers.weight import apply_map, effective_weight, inverse_deviation
 
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-WEIGHT_LAYERS = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)
+# -- the way of any forward to a made weight ---------------------------------------------------------------------
 
 
 class Reweighted(Derived):
-    """A layer whose weight is changed before use, in every forward and never cached.
+    """A layer whose weight is changed before use.
 
     Attributes:
         weight: The parameter, as the optimizer sees it.
         residual_scale: The scalar that ends a residual branch, shape (1,), or None.
+        centres_weight: Whether the weight is centred per output channel.
+        added_parameters: The names of those that the layer has beside its base's.
+        weight_label: What the layer's repr says.
     """
 
     weight: Tensor
     bias: Tensor | None
     residual_scale: Tensor | None
-    register_parameter: Any  # what the base class brings, for the reader and the type checker
-    stride: tuple[int, ...]
-    padding: Any
-    padding_mode: str
-    dilation: tuple[int, ...]
-    groups: int
-    kernel_size: Any
-    output_padding: tuple[int, ...]
-    _output_padding: Any
-    _reversed_padding_repeated_twice: Any
+    centres_weight = False
+    added_parameters: tuple[str, ...] = ("residual_scale",)
+    weight_label: str
 
-    def op(self) -> Op:
-        """The layer's linear map, as plain data."""
-        raise NotImplementedError
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        for name in self.added_parameters:
+            self.register_parameter(name, None)  # pyrefly: ignore
 
-    def apply_op(self, x: Tensor, weight: Tensor, bias: Tensor | None, op: Op) -> Tensor:
-        """Apply the map with the changed weight."""
-        raise NotImplementedError
+    @classmethod
+    def bases(cls, base: type[nn.Module]) -> tuple[type, ...]:
+        """Put the forward that suits the base between mixin and base."""
+        kind = plain_kind(base)
+        if kind is None and base.__module__.startswith("torch.nn."):
+            raise TypeError(f"{base.__qualname__} is not a convolution or linear class")
+        if has_own_forward(base):
+            return cls, _Routed, base
+        return cls, _Conv if kind in CONVOLUTIONS else _ConvTranspose if kind in TRANSPOSED else _Linear, base
+
+    def reweighted(self, call: LinearCall) -> Tensor:
+        """Carry out a call with the changed weight; like ``nn.Conv*``, with or without a batch dimension."""
+        x = F.pad(call.input, call.uneven) if call.uneven else call.input
+        unbatched = isinstance(call.op, Convolution) and x.dim() == call.weight.dim() - 1
+        x = x.unsqueeze(0) if unbatched else x
+        bias, bias_scale = call.bias, self.bias_scale()
+        if bias is not None and bias_scale is not None:
+            bias = bias * bias_scale
+        scale = self.weight_scale(call.weight, call.op.weight_groups)
+        y = apply_map(x, call.weight, bias, call.op, scale, centred=self.centres_weight)
+        return y.squeeze(0) if unbatched else y
+
+    def weight_scale(self, weight: Tensor, groups: int | None) -> Tensor | None:
+        """What multiplies the weight: one number, or one per output channel; ``groups`` as in ``weight.by_output``."""
+        del weight, groups
+        return self.residual_scale
+
+    def bias_scale(self) -> Tensor | None:
+        """What multiplies the bias."""
+        return None
+
+    def without_call(self, output: Any) -> Any:
+        """Change the output of a forward in which no linear call took the weight itself."""
+        return output
 
     def effective_weight(self) -> Tensor:
         """What the layer multiplies its input with."""
-        raise NotImplementedError
+        groups: Any = self.groups if getattr(self, "transposed", False) else None  # pyrefly: ignore
+        weight = self.weight
+        made = effective_weight(weight, self.weight_scale(weight, groups), groups, self.centres_weight)
+        return made.to(weight.dtype)
+
+    def extra_repr(self) -> str:
+        """Say what becomes of the weight, and which parameters that adds."""
+        marks = [name for name in self.added_parameters if getattr(self, name) is not None]
+        return ", ".join([super().extra_repr(), self.weight_label, *marks])  # pyrefly: ignore
 
 
 class _Conv(Reweighted):
-    def op(self) -> Op:
-        padding = _symmetric(self)
-        return Convolution(self.stride, padding or (0,) * len(self.stride), self.dilation, self.groups)
+    padding: Any
+    padding_mode: str
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    _reversed_padding_repeated_twice: list[int]
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.padding_mode != "zeros" or _symmetric(self) is None:
-            mode = "constant" if self.padding_mode == "zeros" else self.padding_mode
-            input = F.pad(input, self._reversed_padding_repeated_twice, mode=mode)
-            op = Convolution(self.stride, (0,) * len(self.stride), self.dilation, self.groups)
-        else:
-            op = self.op()
-        return _batched(self, input, weight, bias, op)
+        padding = self.padding
+        if self.padding_mode != "zeros":
+            input, padding = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
+        return self.reweighted(conv_call(input, weight, bias, self.stride, padding, self.dilation, self.groups))
 
 
-class _ConvTranspose(Reweighted):
-    def op(self) -> Op:
-        return self._op(tuple(self.output_padding))
-
-    def _op(self, output_padding: tuple[int, ...]) -> Op:
-        return Convolution(self.stride, self.padding, self.dilation, self.groups, True, output_padding)
+class _ConvTranspose(_Conv):
+    kernel_size: Any
+    _output_padding: Any
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         if self.padding_mode != "zeros":
             raise ValueError(f"{type(self).__name__}: only zero padding is supported by transposed convolutions")
-        output_padding = self._output_padding(
-            input,
-            output_size,
-            self.stride,
-            self.padding,
-            self.kernel_size,
-            len(self.stride),
-            self.dilation,
-        )
-        return _batched(self, input, self.weight, self.bias, self._op(tuple(output_padding)))
+        shape = (self.stride, self.padding, self.kernel_size, len(self.stride), self.dilation)
+        out = self._output_padding(input, output_size, *shape)
+        layer = (self.weight, self.bias, self.stride, self.padding, out, self.groups, self.dilation)
+        return self.reweighted(conv_transpose_call(input, *layer))
 
 
 class _Linear(Reweighted):
-    def op(self) -> Op:
-        return Matrix()
-
     def forward(self, input: Tensor) -> Tensor:
-        return self.apply_op(input, self.weight, self.bias, Matrix())
+        return self.reweighted(linear_call(input, self.weight, self.bias))
 
 
 class _Routed(Reweighted):
-    """For a class with a ``forward`` of its own: the one call that takes ``self.weight`` is routed."""
-
-    def op(self) -> Op:
-        kind = plain_kind(type(self).base)
-        if kind is nn.Linear:
-            return Matrix()
-        n = len(self.stride)
-        if kind in TRANSPOSED:
-            return Convolution(self.stride, (0,) * n, self.dilation, self.groups, True, (0,) * n)
-        return Convolution(self.stride, (0,) * n, self.dilation, self.groups)
+    """For a class with a ``forward`` of its own: the call that takes ``self.weight`` is routed."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        with _Router(self):
-            return super().forward(*args, **kwargs)  # pyrefly: ignore
+        if parametrize.is_parametrized(self, "weight"):  # pyrefly: ignore
+            with parametrize.cached():  # or the weight is another object at each access, and no call takes it
+                return self._routed(*args, **kwargs)
+        return self._routed(*args, **kwargs)
+
+    def _routed(self, *args: Any, **kwargs: Any) -> Any:
+        calls: list[LinearCall] = []
+        with _Router(self, calls):
+            output = super().forward(*args, **kwargs)  # pyrefly: ignore
+        return output if calls else self.without_call(output)
 
 
 class _Router(TorchFunctionMode):
-    """Sends a linear operation on the layer's own weight through the layer's ``apply_op``."""
+    """Sends a linear operation on the layer's weight through the layer's ``reweighted``."""
 
-    def __init__(self, layer: Reweighted):
+    def __init__(self, layer: Reweighted, calls: list[LinearCall]):
         super().__init__()
-        self.layer = layer
+        self.layer, self.calls = layer, calls
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         parse = LINEAR_CALLS.get(func)
-        if parse is None:
+        call = None if parse is None else parse(*args, **kwargs)
+        if call is None or call.weight is not self.layer.weight:
             return func(*args, **kwargs)
-        call = parse(*args, **kwargs)
-        if call.weight is not self.layer.weight:
-            return func(*args, **kwargs)
-        x, op = call.input, call.op
-        if op is None:  # string or uneven padding: pad first
-            x, op = call.padded()
-        return _batched(self.layer, x, call.weight, call.bias, op)
+        self.calls.append(call)
+        return self.layer.reweighted(call)
 
 
-class LinearCall:
-    """One call of ``F.conv*``, ``F.conv_transpose*`` or ``F.linear``, its arguments by name."""
-
-    def __init__(self, input: Tensor, weight: Tensor, bias: Tensor | None, op: Op | None, same: tuple | None = None):
-        self.input, self.weight, self.bias, self.op, self._same = input, weight, bias, op, same
-
-    def padded(self) -> tuple[Tensor, Op]:
-        """Input and map of a call with ``padding="same"``, the padding done."""
-        assert self._same is not None
-        stride, dilation, groups = self._same
-        sides: list[int] = []
-        for d, k in zip(reversed(dilation), reversed(self.weight.shape[2:]), strict=True):
-            total = d * (k - 1)
-            sides += [total // 2, total - total // 2]
-        return F.pad(self.input, sides), Convolution(stride, (0,) * len(stride), dilation, groups)
+# -- the layers --------------------------------------------------------------------------------------------------
 
 
-def _each(value: Any, n: int) -> tuple[int, ...]:
-    values = (value,) if isinstance(value, int) else tuple(value)
-    return values * n if len(values) == 1 else values
+class WeightMean(Reweighted):
+    """A layer whose weights are centred per output channel before use (Section "Weight Mean Operation")."""
+
+    centres_weight = True
+    weight_label = "weight_mean"
 
 
-def _conv(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> LinearCall:
-    n = weight.dim() - 2
-    stride, dilation = _each(stride, n), _each(dilation, n)
-    if padding == "valid":
-        padding = 0
-    if isinstance(padding, str):
-        return LinearCall(input, weight, bias, None, (stride, dilation, groups))
-    return LinearCall(input, weight, bias, Convolution(stride, _each(padding, n), dilation, groups))
+def weight_mean_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The weight-mean subclass of a convolution or linear class.
+
+    Example:
+        >>> layer = weight_mean_class(nn.Linear)(3, 2)
+        >>> isinstance(layer, nn.Linear), list(layer.state_dict())
+        (True, ['weight', 'bias'])
+    """
+    return derived_class(WeightMean, base)
 
 
-def _conv_transpose(
-    input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
-) -> LinearCall:
-    n = weight.dim() - 2
-    op = Convolution(_each(stride, n), _each(padding, n), _each(dilation, n), groups, True, _each(output_padding, n))
-    return LinearCall(input, weight, bias, op)
+def centre_(layer: nn.Module, residual_scale: Parameter | None = None) -> nn.Module:
+    """Turn a layer into its weight-mean version, in place: the same object, the same parameters."""
+    return derive_(layer, WeightMean, residual_scale=residual_scale)
 
 
-def _linear(input, weight, bias=None) -> LinearCall:
-    return LinearCall(input, weight, bias, Matrix())
+WeightMeanConv1d = weight_mean_class(nn.Conv1d)
+WeightMeanConv2d = weight_mean_class(nn.Conv2d)
+WeightMeanConv3d = weight_mean_class(nn.Conv3d)
+WeightMeanConvTranspose1d = weight_mean_class(nn.ConvTranspose1d)
+WeightMeanConvTranspose2d = weight_mean_class(nn.ConvTranspose2d)
+WeightMeanConvTranspose3d = weight_mean_class(nn.ConvTranspose3d)
+WeightMeanLinear = weight_mean_class(nn.Linear)
 
 
-LINEAR_CALLS: dict[Any, Any] = {
-    F.linear: _linear,
-    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d, torch.conv1d, torch.conv2d, torch.conv3d), _conv),
-    **dict.fromkeys(
-        (
-            F.conv_transpose1d,
-            F.conv_transpose2d,
-            F.conv_transpose3d,
-            torch.conv_transpose1d,
-            torch.conv_transpose2d,
-            torch.conv_transpose3d,
-        ),
-        _conv_transpose,
-    ),
-}
-"""The functions that apply a weight, each with the parser of its arguments."""
+class ScaledWeight(Reweighted):
+    """A layer that ends a residual branch but is not centred: ``s * (W x) + b``.
+
+    The scalar multiplies the weight: if it multiplied the output, the output would be saved for backward. Only where a
+    foreign forward computes another weight from its own (a mask), which is not recognised, it multiplies the output.
+
+    Attributes:
+        scales_bias: Whether it is ``s * (W x + b)``.
+    """
+
+    weight_label = "scaled"
+    scales_bias = False
+
+    def bias_scale(self) -> Tensor | None:
+        """The scalar, if it multiplies the bias, too."""
+        return self.residual_scale if self.scales_bias else None
+
+    def without_call(self, output: Any) -> Any:
+        """Multiply the output."""
+        return output if self.residual_scale is None else output * self.residual_scale.to(output.dtype)
 
 
-def _batched(layer: Reweighted, x: Tensor, weight: Tensor, bias: Tensor | None, op: Op) -> Tensor:
-    """``apply_op`` for inputs with or without a batch dimension, as ``nn.Conv*`` takes both."""
-    if isinstance(op, Convolution) and x.dim() == weight.dim() - 1:
-        return layer.apply_op(x.unsqueeze(0), weight, bias, op).squeeze(0)
-    return layer.apply_op(x, weight, bias, op)
+def scale_weight_(layer: nn.Module, residual_scale: Parameter, scales_bias: bool = False) -> nn.Module:
+    """Let a layer multiply its weight by a scalar, in place: the same object, the same parameters."""
+    derive_(layer, ScaledWeight, residual_scale=residual_scale)
+    layer.scales_bias = scales_bias  # pyrefly: ignore
+    return layer
 
 
-def _symmetric(layer: Any) -> tuple[int, ...] | None:
-    """Padding as numbers per dimension, or None where the two sides differ (an even kernel's "same")."""
-    if not isinstance(layer.padding, str):
-        return layer.padding
-    sides = layer._reversed_padding_repeated_twice
-    pairs = list(zip(sides[::2], sides[1::2], strict=True))[::-1]
-    return tuple(a for a, _ in pairs) if all(a == b for a, b in pairs) else None
+class FixupLayer(ScaledWeight):
+    """A layer with a scalar bias before it, and a multiplier where it ends a branch by itself: ``s * (W (x + a) + b)``.
+
+    Zhang, Dauphin and Ma (2019), rule 3: where BatchNorm has a beta per channel, Fixup has scalars.
+
+    Attributes:
+        input_bias: Added to the input, shape (1,); None for a layer that reads the network's input.
+    """
+
+    input_bias: Tensor | None
+    added_parameters = ("input_bias", "residual_scale")
+    weight_label = "fixup"
+    scales_bias = True
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Add the bias, then run the layer."""
+        if self.input_bias is not None:
+            input = input + self.input_bias.to(input.dtype)
+        return super().forward(input, *args, **kwargs)  # pyrefly: ignore
 
 
-def plain_kind(cls: type) -> type | None:
-    """Which of PyTorch's weight layers a class is derived from, or None."""
-    return next((kind for kind in WEIGHT_LAYERS if issubclass(cls, kind)), None)
+def fixup_(layer: nn.Module, input_bias: Parameter | None, residual_scale: Parameter | None = None) -> nn.Module:
+    """Give a layer Fixup's scalars, in place: the same object, the same parameters."""
+    return derive_(layer, FixupLayer, input_bias=input_bias, residual_scale=residual_scale)
 
 
-def has_own_forward(cls: type) -> bool:
-    """Whether a weight-layer class computes something else than PyTorch's own."""
-    kind = plain_kind(cls)
-    names = ("forward", "_conv_forward") if kind in CONVOLUTIONS else ("forward",)
-    return any(getattr(cls, name) is not getattr(kind, name) for name in names)
+@dataclass(frozen=True, eq=False)
+class Standardisation:
+    """``factor * output_factor * gain * (W - mean W) / sqrt(var W + eps)`` per output channel.
+
+    Attributes:
+        factor: Fixed: 1 for plain standardisation (Qiao et al. 2019), gamma / sqrt(fan-in) for the scaled one (Brock et
+            al. 2021).
+        output_factor: Fixed, for weight and bias alike: the alpha of a residual branch that ends here.
+        eps: Added to the variance.
+    """
+
+    factor: float = 1.0
+    output_factor: float = 1.0
+    eps: float = 1e-6
 
 
-def reweighted_class(
-    factory: Callable, treatment: type[Reweighted], base: type[nn.Module], prefix: str
-) -> type[nn.Module]:
-    """The subclass of a convolution or linear class that treats its weight so; for a factory."""
-    kind = plain_kind(base)
-    if kind is None:
-        raise TypeError(f"{base.__qualname__} is no convolution or linear class of PyTorch's")
-    if has_own_forward(base):
-        forward: type = _Routed
-    else:
-        forward = _Conv if kind in CONVOLUTIONS else _ConvTranspose if kind in TRANSPOSED else _Linear
-    return derive(factory, prefix, base, treatment, forward)
+class Standardised(Reweighted):
+    """A layer whose weights are standardised per output channel before use.
+
+    Attributes:
+        standardisation: Its constants.
+        gain: One learnable factor per output channel, or None.
+        residual_scale: The scalar that ends a residual branch, shape (1,), or None. It multiplies the bias, too.
+    """
+
+    gain: Tensor | None
+    standardisation = Standardisation()
+    centres_weight = True
+    added_parameters = ("gain", "residual_scale")
+    weight_label = "standardised"
+
+    def weight_scale(self, weight: Tensor, groups: int | None) -> Tensor:
+        """Divide by the standard deviation, multiply by all factors."""
+        constants = self.standardisation
+        scale = inverse_deviation(weight, constants.eps, groups) * (constants.factor * constants.output_factor)
+        for learnt in (self.gain, self.residual_scale):
+            scale = scale if learnt is None else scale * learnt
+        return scale
+
+    def bias_scale(self) -> Tensor | None:
+        """The scalar and the fixed factor of a branch that ends here."""
+        return None if self.residual_scale is None else self.residual_scale * self.standardisation.output_factor
+
+
+def standardised_class(base: type[nn.Module]) -> type[nn.Module]:
+    """The subclass of a convolution or linear class that standardises its weight.
+
+    Example:
+        >>> layer = standardised_class(nn.Conv2d)(3, 8, 3)
+        >>> isinstance(layer, nn.Conv2d), list(layer.state_dict())
+        (True, ['weight', 'bias'])
+    """
+    return derived_class(Standardised, base)
+
+
+def standardise_(
+    layer: nn.Module,
+    standardisation: Standardisation,
+    gain: Parameter | None = None,
+    residual_scale: Parameter | None = None,
+) -> nn.Module:
+    """Let a layer standardise its weight, in place: the same object, the same parameters."""
+    derive_(layer, Standardised, gain=gain, residual_scale=residual_scale)
+    layer.standardisation = standardisation  # pyrefly: ignore
+    return layer

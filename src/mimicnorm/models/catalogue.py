@@ -1,48 +1,47 @@
-"""The networks of this package by name."""
+"""The networks of this package by name. torch is imported when one is built, not for its name."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from functools import partial
-from typing import Literal
+import importlib
+from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
-
+from mimicnorm.arguments import finite, positive_int
 from mimicnorm.errors import MimicNormError, NameNotFoundError
-from mimicnorm.models.mlp import mlp
-from mimicnorm.models.parts import draw_weights
-from mimicnorm.models.resnet import Basic, Bottleneck, ResNet
-from mimicnorm.models.shufflenet import CHANNELS, ShuffleNetV2
-from mimicnorm.models.squeezenet import SqueezeNet
-from mimicnorm.models.vgg import VGG
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Input = Literal["imagenet", "cifar"]
-SIZES = {"imagenet": (224, 1000), "cifar": (32, 100)}
+SIZES = {"imagenet": (224, 1000), "cifar": (32, 100)}  # pixels and classes, if not given
 
-_CONVOLUTIONAL: dict[str, Callable[..., nn.Module]] = {
-    "vgg11": partial(VGG, (1, 1, 2, 2, 2)),
-    "vgg13": partial(VGG, (2, 2, 2, 2, 2)),
-    "vgg16": partial(VGG, (2, 2, 3, 3, 3)),
-    "vgg19": partial(VGG, (2, 2, 4, 4, 4)),
-    "resnet10": partial(ResNet, Basic, (1, 1, 1, 1)),
-    "resnet18": partial(ResNet, Basic, (2, 2, 2, 2)),
-    "resnet34": partial(ResNet, Basic, (3, 4, 6, 3)),
-    "resnet50": partial(ResNet, Bottleneck, (3, 4, 6, 3)),
-    "resnet101": partial(ResNet, Bottleneck, (3, 4, 23, 3)),
-    "resnet152": partial(ResNet, Bottleneck, (3, 8, 36, 3)),
-    "squeezenet": partial(SqueezeNet, "bypass"),
-    "squeezenet1_0": partial(SqueezeNet, "1_0"),
-    "squeezenet1_1": partial(SqueezeNet, "1_1"),
-    "shufflenetv2": partial(ShuffleNetV2, "x1_0"),
-    **{f"shufflenetv2_{size}": partial(ShuffleNetV2, size) for size in CHANNELS},
+# The module and the name of the network, and what tells it from the others of its family.
+_NETWORKS: dict[str, tuple[Any, ...]] = {
+    "vgg11": ("vgg", "VGG", (1, 1, 2, 2, 2)),
+    "vgg13": ("vgg", "VGG", (2, 2, 2, 2, 2)),
+    "vgg16": ("vgg", "VGG", (2, 2, 3, 3, 3)),
+    "vgg19": ("vgg", "VGG", (2, 2, 4, 4, 4)),
+    "resnet10": ("resnet", "ResNet", "basic", (1, 1, 1, 1)),
+    "resnet18": ("resnet", "ResNet", "basic", (2, 2, 2, 2)),
+    "resnet34": ("resnet", "ResNet", "basic", (3, 4, 6, 3)),
+    "resnet50": ("resnet", "ResNet", "bottleneck", (3, 4, 6, 3)),
+    "resnet101": ("resnet", "ResNet", "bottleneck", (3, 4, 23, 3)),
+    "resnet152": ("resnet", "ResNet", "bottleneck", (3, 8, 36, 3)),
+    "squeezenet": ("squeezenet", "SqueezeNet", "bypass"),
+    "squeezenet1_0": ("squeezenet", "SqueezeNet", "1_0"),
+    "squeezenet1_1": ("squeezenet", "SqueezeNet", "1_1"),
+    "shufflenetv2": ("shufflenet", "ShuffleNetV2", "x1_0"),
+    "shufflenetv2_x0_5": ("shufflenet", "ShuffleNetV2", "x0_5"),
+    "shufflenetv2_x1_0": ("shufflenet", "ShuffleNetV2", "x1_0"),
+    "shufflenetv2_x1_5": ("shufflenet", "ShuffleNetV2", "x1_5"),
+    "shufflenetv2_x2_0": ("shufflenet", "ShuffleNetV2", "x2_0"),
+    "mlp10": ("mlp", "mlp", 10),
+    "mlp30": ("mlp", "mlp", 30),
 }
-_CONNECTED: dict[str, Callable[..., nn.Module]] = {"mlp10": partial(mlp, 10), "mlp30": partial(mlp, 30)}
 
 
 def names() -> list[str]:
-    """The networks that `build` knows."""
-    return [*_CONVOLUTIONAL, *_CONNECTED]
+    """Return the networks that `build` knows."""
+    return [*_NETWORKS]
 
 
 def build(
@@ -69,24 +68,23 @@ def build(
         >>> net(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 100])
     """
-    if name not in names():
+    if name not in _NETWORKS:
         raise NameNotFoundError(f"there is no network {name!r} here.", name, names())
     if input not in SIZES:
         raise MimicNormError(f"input must be 'imagenet' or 'cifar', not {input!r}")
-    if not (isinstance(width, int | float) and math.isfinite(width) and width > 0):
-        raise MimicNormError(f"width must be a positive number, not {width!r}")
     usual_pixels, usual_classes = SIZES[input]
-    pixels = usual_pixels if image is None else image
-    classes = usual_classes if num_classes is None else num_classes
-    for what, given in (("num_classes", classes), ("in_channels", in_channels), ("image", pixels)):
-        if not isinstance(given, int) or given < 1:
-            raise MimicNormError(f"{what} must be a whole number, at least 1, not {given!r}")
-    if name in _CONNECTED:
-        model = _CONNECTED[name](num_classes=classes, features=in_channels * pixels**2, width=width)
-    else:
-        small = input == "cifar"
-        model = _CONVOLUTIONAL[name](num_classes=classes, small=small, width=width, in_channels=in_channels)
+    finite(width, "width", above=0)
+    pixels = positive_int(usual_pixels if image is None else image, "image")
+    classes = positive_int(usual_classes if num_classes is None else num_classes, "num_classes")
+    in_channels = positive_int(in_channels, "in_channels")
+    from mimicnorm.models.parts import draw_weights
+
+    family, attribute, *variant = _NETWORKS[name]
+    network = getattr(importlib.import_module(f"mimicnorm.models.{family}"), attribute)
+    inputs: dict[str, Any] = {"in_channels": in_channels, "small": input == "cifar"}
+    if family == "mlp":
+        inputs = {"features": in_channels * pixels**2}
+    model = network(*variant, num_classes=classes, width=width, **inputs)
     draw_weights(model)
-    size = (in_channels, pixels, pixels)
-    model.default_cfg = {"input_size": size}  # pyrefly: ignore  # where timm's models say it, too
+    model.default_cfg = {"input_size": (in_channels, pixels, pixels)}  # where timm's models have it, too
     return model

@@ -1,6 +1,6 @@
-"""Any model by a word: ``resnet18``, ``timm:resnet50``, ``torchvision:resnet50``, ``package.module:factory``.
+"""Any model by a spec: ``resnet18``, ``timm:resnet50``, ``torchvision:resnet50``, ``package.module:factory``.
 
-timm and torchvision are the user's to install; nothing here imports them until asked for.
+timm and torchvision are for the user to install; nothing here imports them, or torch, until a model needs it.
 """
 
 from __future__ import annotations
@@ -9,12 +9,30 @@ import copy
 import importlib
 import inspect
 import sys
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from mimicnorm.errors import MimicNormError, NameNotFoundError
 from mimicnorm.models.catalogue import Input, build, names
+
+_ZOOS = ("timm", "torchvision")
+
+
+def check_spec(spec: str) -> None:
+    """Raise an error if a spec has no known form, or is not in the catalogue. Quick: torch is not imported.
+
+    Example:
+        >>> check_spec("resnet_18")
+        Traceback (most recent call last):
+        ...
+        mimicnorm.errors.NameNotFoundError: 'resnet_18' is not a model: ...
+    """
+    source, colon, name = spec.partition(":")
+    if (colon and not (source and name)) or (not colon and spec not in names()):
+        forms = "use timm:NAME, torchvision:NAME, package.module:factory, or a network of this package"
+        raise NameNotFoundError(f"{spec!r} is not a model: {forms}.", spec, names())
 
 
 def find(
@@ -28,8 +46,9 @@ def find(
 ) -> Any:
     """Build the model that a spec names, with random weights.
 
-    What is given is passed on: all of it to the networks of this package (see `build`), the number of classes and of
-    channels to timm's, torchvision's and a factory of your own, as keywords. What a model cannot take is an error.
+    Arguments that are given are passed on: all of them to the networks of this package (see `build`), the number of
+    classes and of channels to timm, torchvision and your own factory, as keywords. What a model does not take is an
+    error.
 
     Example:
         >>> find("torch.nn:Identity")
@@ -37,107 +56,100 @@ def find(
         >>> find("resnet10", input="cifar", num_classes=10).fc
         Linear(in_features=512, out_features=10, bias=True)
     """
+    check_spec(spec)
     source, colon, name = spec.partition(":")
-    if not colon and spec in names():
-        own = {"input": input, "width": width, "in_channels": in_channels}
-        given = {key: value for key, value in own.items() if value is not None}
-        return build(spec, num_classes=num_classes, image=image, **given)  # pyrefly: ignore
-    if not source or not name:
-        ways = "use timm:NAME, torchvision:NAME, package.module:factory, or a name of this package's"
-        raise NameNotFoundError(f"{spec!r} names no model: {ways}.", spec, names())
+    arguments = _given(num_classes=num_classes, in_channels=in_channels)
+    if not colon:
+        return build(spec, image=image, **arguments, **_given(input=input, width=width))
     if input == "cifar" or (width or 1.0) != 1.0:
         raise MimicNormError(f"{spec!r} has one stem and one width: leave input out and set width to 1 (--width 1)")
-    arguments = {"num_classes": num_classes, "in_channels": in_channels}
-    arguments = {key: value for key, value in arguments.items() if value is not None}
     if source == "timm":
-        timm = _import("timm")
+        timm = _import(spec, "timm")
+        _require_name(spec, name.partition(".")[0], timm.list_models())
         if "in_channels" in arguments:
             arguments["in_chans"] = arguments.pop("in_channels")
-        return _named(spec, name, timm.list_models(), lambda: timm.create_model(name, **arguments))
+        return _call(spec, partial(timm.create_model, name), arguments)
     if source == "torchvision":
-        models = _import("torchvision.models")
+        models = _import(spec, "torchvision.models")
+        _require_name(spec, name, models.list_models())
         if arguments.pop("in_channels", 3) != 3:
             raise MimicNormError(f"{spec!r} takes images of 3 channels, not {in_channels}: use timm:NAME or your own")
-        return _named(spec, name, models.list_models(), lambda: models.get_model(name, weights=None, **arguments))
-    return _from_factory(spec, source, name, arguments)
+        return _call(spec, partial(models.get_model, name, weights=None), arguments)
+    factory = _attribute(spec, source, name)
+    if not isinstance(factory, type) and hasattr(factory, "parameters"):
+        return copy.deepcopy(factory)  # a model, not a factory; every call gives a fresh one
+    if arguments.get("in_channels") == 3 and not _accepts(factory, "in_channels"):
+        del arguments["in_channels"]  # three channels are what most networks take anyway
+    return _call(spec, factory, arguments)
 
 
 def input_shape(model: Any, *, batch: int, image: int | None, shape: tuple[int, ...] | None) -> tuple[int, ...]:
-    """The shape of an example: all of it if given, else a batch of the images that the model takes."""
+    """Return the shape of an example: ``shape`` if given, else a batch of the images that the model takes.
+
+    That is (channels, image, image), with the channels and the default size of ``model.default_cfg``, or 3 x 224 x 224.
+    """
     if shape is not None and not shape:
         raise MimicNormError("the shape is empty: give the numbers, batch first, as in --shape 8 3 224 224")
     if shape is not None and image is not None and tuple(shape[-2:]) != (image, image):
         given = " ".join(map(str, shape))
         raise MimicNormError(f"--image {image} and --shape {given} are of different sizes: give one of them")
-    return shape or (batch, *image_size(model, image))
-
-
-def image_size(model: Any, given: int | None) -> tuple[int, int, int]:
-    """(channels, height, width) of an input: what was asked for, else what the model says, else 3 x 224 x 224."""
     channels, height, width = (getattr(model, "default_cfg", None) or {}).get("input_size", (3, 224, 224))
-    return (channels, given, given) if given is not None else (channels, height, width)
+    return shape or (batch, channels, *((height, width) if image is None else (image, image)))
 
 
-def _import(name: str) -> ModuleType:
-    package = name.partition(".")[0]
+def _given(**arguments: Any) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _import(spec: str, module: str) -> Any:
+    package = module.partition(".")[0]
     try:
-        return importlib.import_module(name)
+        return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if error.name != package:
-            raise MimicNormError(f"{package} cannot be imported: it needs {error.name}") from error
-        raise MimicNormError(f"{package} is not installed. Install it with: pip install {package}") from error
-    except (ImportError, RuntimeError) as error:
-        raise MimicNormError(
-            f"{package} is installed but does not import ({error}). Its build must match that of torch."
-        ) from error
+        if package in _ZOOS and error.name == package:
+            raise MimicNormError(f"{package} is not installed. Install it with: pip install {package}") from error
+        raise NameNotFoundError(f"{spec!r}: there is no module {error.name!r} on the path") from error
+    except Exception as error:  # a module of somebody else: whatever it raises is theirs to read
+        hint = ". Its build must match that of torch" if package in _ZOOS else ""
+        raise MimicNormError(f"{spec!r}: importing {module} raised {type(error).__name__}: {error}{hint}") from error
 
 
-def _named(spec: str, name: str, known: list[str], build: Any) -> Any:
-    if name.partition(".")[0] not in known:
+def _require_name(spec: str, name: str, known: Iterable[str]) -> None:
+    known = list(known)
+    if name not in known:
         raise NameNotFoundError(f"{spec.partition(':')[0]} has no model {name!r} among {len(known)}.", name, known)
-    try:
-        return build()
-    except TypeError as error:
-        raise MimicNormError(f"{spec!r} cannot be built so: {error}") from error
 
 
-def _from_factory(spec: str, module_name: str, attribute: str, arguments: dict[str, int]) -> Any:
+def _attribute(spec: str, module_name: str, attribute: str) -> Any:
     here = str(Path.cwd())
     if here not in sys.path:
-        sys.path.append(here)  # a module beside the user is found, but none of them hides one of Python's own
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise NameNotFoundError(f"{spec!r}: there is no module {error.name!r} on the path") from error
-    except Exception as error:  # the user's own module: whatever it raises is theirs to read
-        raise MimicNormError(f"{spec!r}: importing {module_name} raised {type(error).__name__}: {error}") from error
+        sys.path.append(here)  # at the end: a file in the current folder must not hide a module of Python
+    module = _import(spec, module_name)
     if not hasattr(module, attribute):
         which = getattr(module, "__file__", None) or "built in"  # perhaps not the one that was meant
         public = [name for name in dir(module) if not name.startswith("_")]
         raise NameNotFoundError(f"{spec!r}: module {module_name} ({which}) has no {attribute!r}.", attribute, public)
-    factory = getattr(module, attribute)
-    if not isinstance(factory, type) and hasattr(factory, "parameters"):
-        return copy.deepcopy(factory)  # a model that is there already; every call gives a fresh one
-    if arguments.get("in_channels") == 3:
-        arguments = _accepted(factory, arguments)  # three channels are what most networks take anyway
+    return getattr(module, attribute)
+
+
+def _accepts(factory: Callable[..., Any], keyword: str) -> bool:
+    try:
+        inspect.signature(factory).bind_partial(**{keyword: None})
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _call(spec: str, factory: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     try:
         inspect.signature(factory).bind(**arguments)
     except (TypeError, ValueError) as error:
-        wanted = ", ".join(f"{key}={value}" for key, value in arguments.items())
-        how = f"with {wanted}" if wanted else "without arguments"
+        given = ", ".join(f"{key}={value}" for key, value in arguments.items())
         raise MimicNormError(
-            f"{spec!r} cannot be called {how}: {error}. A factory takes the keywords num_classes and in_channels "
-            "where it is to be trained, and needs nothing else"
+            f"{spec!r} cannot be called {f'with {given}' if given else 'without arguments'}: {error}. A factory takes "
+            "the keywords num_classes and in_channels if it is to be trained, and needs nothing else"
         ) from error
     try:
         return factory(**arguments)
     except Exception as error:
         raise MimicNormError(f"{spec!r} raised {type(error).__name__}: {error}") from error
-
-
-def _accepted(factory: Any, arguments: dict[str, int]) -> dict[str, int]:
-    try:
-        inspect.signature(factory).bind_partial(in_channels=3)
-    except (TypeError, ValueError):
-        return {key: value for key, value in arguments.items() if key != "in_channels"}
-    return arguments

@@ -1,4 +1,4 @@
-"""What the networks share: scaled widths and starting weights."""
+"""What the networks share: scaled widths and initial weights."""
 
 from __future__ import annotations
 

@@ -62,20 +62,17 @@ class Bottleneck(_Residual):
         return self.bn3(self.conv3(self.relu(self.bn2(self.conv2(x)))))
 
 
+BLOCKS: dict[str, type[_Residual]] = {"basic": Basic, "bottleneck": Bottleneck}
+
+
 class ResNet(nn.Module):
     """Four stages of residual blocks; small images skip the strided stem and its pooling."""
 
     def __init__(
-        self,
-        block: type[_Residual],
-        depths: tuple[int, ...],
-        *,
-        num_classes: int,
-        small: bool,
-        width: float,
-        in_channels: int,
+        self, kind: str, depths: tuple[int, ...], *, num_classes: int, small: bool, width: float, in_channels: int
     ):
         super().__init__()
+        block = BLOCKS[kind]
         channels = scaled(64, width)
         self.conv1 = _conv(in_channels, channels, 3) if small else _conv(in_channels, channels, 7, 2)
         self.bn1, self.relu = nn.BatchNorm2d(channels), nn.ReLU(inplace=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mimicnorm.memory.analysis import not_counted
 from mimicnorm.memory.units import format_bytes
-from mimicnorm.surgery.steps import count
+from mimicnorm.surgery.plan import count
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -16,42 +15,34 @@ if TYPE_CHECKING:
 NOTHING = "-"
 
 
-@dataclass(frozen=True)
-class Column:
-    """A column of the summary.
-
-    Attributes:
-        explanation: What it shows, in a sentence for someone who never saw it.
-        cell: The text for one method.
-        shown: Whether the comparison has anything for it.
-    """
+class Column(NamedTuple):
+    """A column of the summary: its explanation is for a reader who never saw it, ``cell`` is the text of a method."""
 
     heading: str
     explanation: str
     cell: Callable[[dict[str, Any]], str]
-    shown: Callable[[dict[str, Any]], bool] = bool
 
 
 def columns(data: dict[str, Any]) -> list[Column]:
-    """The columns that a comparison has something for."""
-    first = data["methods"][0]["label"]
+    """Return the columns of the summary, without those that are empty for every method."""
+    methods = data["methods"]
+    first = methods[0]["label"]
     known = (
         Column("method", "What was done with BatchNorm; described below.", _name),
         Column(
             "test\naccuracy, %",
-            "Share of test images classified right after the last epoch: the mean over seeds, ± their standard "
-            "deviation. A run whose loss stopped being finite diverged, and is counted as such.",
+            "Share of test images classified correctly after the last epoch: mean over seeds ± standard deviation. A "
+            "run whose loss stopped being finite diverged, and is counted as such.",
             _accuracy,
         ),
         Column(
             f"against\n{first}",
             f"Difference in accuracy to {first}, in percentage points, with its 95 % confidence interval (Welch's t) "
             "if both have two seeds or more; one seed says little, and the cell says so.",
-            lambda m: _difference(m, data["methods"][0]),
-            lambda data: len(data["methods"]) > 1,
+            lambda m: _difference(m, methods[0]),
         ),
         Column(
-            "kept\nper image",
+            "saved\nper image",
             "Memory that one training image occupies from the forward to the backward pass, and as a multiple of "
             f"{first}. It decides how large a batch fits.",
             lambda m: _bytes(m, "saved_bytes_per_image", "saved_ratio"),
@@ -59,35 +50,34 @@ def columns(data: dict[str, Any]) -> list[Column]:
         Column(
             "predicted\npeak",
             f"The most memory in use at any moment of a training step of {data['settings']['batch']} images: weights, "
-            f"gradients, momentum and what is kept. Predicted without running it. {about_memory(data)}".rstrip(),
+            "gradients, momentum and what is saved for backward. Predicted without running it. "
+            f"{about_memory(data)}".rstrip(),
             lambda m: _bytes(m, "peak_bytes", "peak_ratio"),
         ),
         Column(
             "time\nper step",
-            f"Median time of one training step on this machine, and as a multiple of {first} with the 95 % "
-            "interval of that median. Steps of all methods take turns, so that whatever else the machine does slows "
-            "all of them.",
+            f"Median time of one training step on this machine, and as a multiple of {first} with the 95 % interval of "
+            "that median. Steps of all methods take turns, so that other work of the machine slows all of them.",
             _time,
-            lambda data: any(m["time"] for m in data["methods"]),
         ),
         Column(
             "largest\nlearning rate",
             "The largest learning rate, to a factor of 1.4, at which a short run stays finite and gets better than "
             "guessing.",
             _rate,
-            lambda data: any(m["largest_lr"] for m in data["methods"]),
         ),
     )
-    return [column for column in known if column.shown(data)]
+    return [column for column in known if any(column.cell(m) != NOTHING for m in methods)]
 
 
 def rows(data: dict[str, Any]) -> list[list[str]]:
-    """The summary's cells, a list per method."""
-    return [[column.cell(m) for column in columns(data)] for m in data["methods"]]
+    """Return the cells of the summary, a list per method."""
+    shown = columns(data)
+    return [[column.cell(m) for column in shown] for m in data["methods"]]
 
 
 def table(data: dict[str, Any]) -> Table:
-    """The summary as a rich table."""
+    """Return the summary as a rich table."""
     from rich import box
     from rich.table import Table
 
@@ -101,28 +91,28 @@ def table(data: dict[str, Any]) -> Table:
 
 
 def about_memory(data: dict[str, Any]) -> str:
-    """What the predicted memory is of: device, micro-batches, compiled or not; nothing for older comparisons.
+    """Say what the predicted memory is of: device, micro-batches, compiled or not; nothing for older comparisons.
 
     Example:
         >>> settings = {"micro_batch": 8, "compile": False}
         >>> about_memory({"settings": settings, "methods": [{"memory": {"device": "cpu"}}]})
         'Memory is predicted for cpu, in micro-batches of 8.'
     """
-    found = [m["memory"] for m in data["methods"] if m["memory"] and "device" in m["memory"]]
-    if not found:
+    predicted = [m["memory"] for m in data["methods"] if m["memory"] and "device" in m["memory"]]
+    if not predicted:
         return ""
-    device, settings = found[0]["device"], data["settings"]
+    device, settings = predicted[0]["device"], data["settings"]
     text = f"Memory is predicted for {device}"
     text += f", in micro-batches of {settings['micro_batch']}" if settings.get("micro_batch") else ""
-    if settings.get("compile") and any("note" not in f for f in found):
+    if settings.get("compile") and any("note" not in p for p in predicted):
         text += ", as torch.compile partitions the network (an upper bound of the peak: nothing is fused)"
     sentences = [text, *not_counted(device)]
-    sentences += sorted({f["note"] for f in found if "note" in f})
+    sentences += sorted({p["note"] for p in predicted if "note" in p})
     return ". ".join(s[0].upper() + s[1:].rstrip(".") for s in sentences) + "."
 
 
 def title(data: dict[str, Any]) -> str:
-    """What was compared, in a line.
+    """Say in a line what was compared.
 
     Example:
         >>> settings = {"model": "vgg11", "data": "mnist", "width": 0.5, "epochs": 2}
@@ -141,55 +131,52 @@ def _name(m: dict[str, Any]) -> str:
 
 
 def _accuracy(m: dict[str, Any]) -> str:
-    found = m["accuracy"]
-    if found is None:
+    accuracy = m["accuracy"]
+    if accuracy is None:
         return NOTHING
-    lost = ""
-    if found["diverged"]:
+    lines = []
+    if accuracy["mean"] is not None:
+        deviation = "" if accuracy["sd"] is None else f" ± {100 * accuracy['sd']:.2f}"
+        lines.append(f"{100 * accuracy['mean']:.2f}{deviation}")
+    if accuracy["diverged"]:
         steps = sorted(run["step"] for run in m["runs"] if run["status"] == "diverged")
-        lost = f"{found['diverged']} of {len(m['runs'])} diverged (step {', '.join(map(str, steps))})"
-    if found["mean"] is None:
-        return lost
-    spread = "" if found["sd"] is None else f" ± {100 * found['sd']:.2f}"
-    return f"{100 * found['mean']:.2f}{spread}" + (f"\n{lost}" if lost else "")
+        lines.append(f"{accuracy['diverged']} of {len(m['runs'])} diverged (step {', '.join(map(str, steps))})")
+    return "\n".join(lines)
 
 
 def _difference(m: dict[str, Any], first: dict[str, Any]) -> str:
     if m is first or not m["accuracy"] or not first["accuracy"]:
         return NOTHING
-    found = m["accuracy"]["difference"]
-    if found is not None:
-        return f"{100 * found['value']:+.2f}\n[{100 * found['low']:+.1f}, {100 * found['high']:+.1f}]"
+    difference = m["accuracy"]["difference"]
+    if difference is not None:
+        value, low, high = (100 * difference[key] for key in ("value", "low", "high"))
+        return f"{value:+.2f}\n[{low:+.1f}, {high:+.1f}]"
     means = m["accuracy"]["mean"], first["accuracy"]["mean"]
     return NOTHING if None in means else f"{100 * (means[0] - means[1]):+.2f}\n(one seed)"
 
 
-def _bytes(m: dict[str, Any], what: str, ratio: str) -> str:
-    found = m["memory"] or {}
-    if what not in found:
+def _bytes(m: dict[str, Any], quantity: str, ratio: str) -> str:
+    memory = m["memory"] or {}
+    if quantity not in memory:
         return NOTHING
-    eager = "\n(not compiled)" if "note" in found else ""
-    return format_bytes(round(found[what])) + (f"\nx{found[ratio]:.2f}" if ratio in found else "") + eager
+    eager = "\n(not compiled)" if "note" in memory else ""
+    return format_bytes(round(memory[quantity])) + (f"\nx{memory[ratio]:.2f}" if ratio in memory else "") + eager
 
 
 def _time(m: dict[str, Any]) -> str:
-    found = m["time"]
-    if not found:
+    if not m["time"]:
         return NOTHING
-    ratio = found["ratio"]
+    seconds, ratio = m["time"]["seconds"], m["time"]["ratio"]
+    text = f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
     if ratio["low"] == ratio["high"]:  # the first method, compared with itself
-        return _seconds(found["seconds"])
-    return f"{_seconds(found['seconds'])}\nx{ratio['value']:.2f}\n[{ratio['low']:.2f}, {ratio['high']:.2f}]"
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{1000 * value:.1f} ms"
+        return text
+    return f"{text}\nx{ratio['value']:.2f}\n[{ratio['low']:.2f}, {ratio['high']:.2f}]"
 
 
 def _rate(m: dict[str, Any]) -> str:
-    found = m["largest_lr"]
-    if not found:
+    search = m["largest_lr"]
+    if not search:
         return NOTHING
-    if found["value"] is None:
-        return found["why_not"]
-    return ("at least " if found["at_least"] else "") + f"{found['value']:.3g}"
+    if search["value"] is None:
+        return search["why_not"]
+    return ("at least " if search["at_least"] else "") + f"{search['value']:.3g}"

@@ -32,7 +32,7 @@ def without_formula(
 
     Args:
         nodes: The operations.
-        planned: The layers that are given their starting weights.
+        planned: The layers that are given their initial weights.
         v: The predicted variance of each tensor.
         modules: Of the network, by name.
         centring: Layers that are centred, and BatchNorms that stay: what takes a constant out of its input.

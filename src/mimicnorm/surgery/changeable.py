@@ -38,7 +38,7 @@ class Ways:
 
 
 def why_not(layer: nn.Module, action: str, scaled: bool, starts: bool, ways: Ways) -> tuple[str, str] | None:
-    """Why a layer cannot be changed as planned, and what to do; or None.
+    """Say why a layer cannot be changed as planned, and what to do; or return None.
 
     Args:
         layer: The layer.
@@ -55,7 +55,7 @@ def why_not(layer: nn.Module, action: str, scaled: bool, starts: bool, ways: Way
             f"{_DONE.get(action, 'changed')} and initialised is not what the optimizer sees",
             "Remove it first (torch.nn.utils.parametrize.remove_parametrizations, remove_weight_norm, "
             "remove_spectral_norm or prune.remove), "
-            f"{'' if changes else 'keep all weights with init=None, '}or leave its BatchNorm with where=",
+            "or leave its BatchNorm with where=",
         )
     taken = [name for name in _ADDED.get(action, _ADDED["scale"] if scaled else ()) if hasattr(layer, name)]
     if taken:
@@ -84,7 +84,7 @@ def why_not(layer: nn.Module, action: str, scaled: bool, starts: bool, ways: Way
     if (changes or starts) and not ways.probe.follows:
         return (
             f"the output of {kind} is not proportional to its weight (a standardised weight, for one), so neither "
-            "starting weights nor a scalar can set the size of its signal",
+            "initial weights nor a scalar can set the size of its signal",
             "Put a plain layer in its place (centred weights do what standardised ones are for), or leave its "
             "BatchNorm with where=",
         )

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 
 from mimicnorm.errors import CheckError, InitError, MimicNormError
-from mimicnorm.layers import FixupLayer, LastNorm, LastNormed, ScaledOutput, Standardised, WeightMean
+from mimicnorm.layers import FixupLayer, LastNorm, LastNormed, ScaledWeight, Standardised, WeightMean
 from mimicnorm.methods import Method
 from mimicnorm.surgery.init import initialise
 from mimicnorm.surgery.isolate import snapshot
 from mimicnorm.surgery.operate import operate
+from mimicnorm.surgery.plan import OWN_INIT, Plan, Report
 from mimicnorm.surgery.planning import plan
 from mimicnorm.surgery.preconditions import Where
 from mimicnorm.surgery.recorder import is_batch_norm
-from mimicnorm.surgery.steps import OWN_INIT, Plan, Report
 
 _CHANGED = {"centre": WeightMean, "standardise": Standardised, "bias": FixupLayer}
 
@@ -81,7 +81,7 @@ def _carry_out(model: nn.Module, planned: Plan, example: Any) -> Report:
 
 
 def init_(model: nn.Module, init: str = "theory", *, example: Any = None) -> None:
-    """Set the starting weights of a converted network, apart from the surgery.
+    """Set the initial weights of a converted network, apart from the surgery.
 
     For models that were converted with ``init=None``, on the meta device, or are reset for another run.
 
@@ -117,8 +117,7 @@ def check(model: nn.Module) -> None:
                     "put it back with mimicnorm.layers.last_norm_(head, LastNorm(classes))"
                 )
         for step in done.layers:
-            kept = ScaledOutput if step.scale is not None else nn.Module
-            wanted = _CHANGED.get(step.action, kept)
+            wanted = _CHANGED.get(step.action, ScaledWeight if step.scale is not None else nn.Module)
             if not isinstance(modules.get(step.name), wanted):
                 problems.append(f"{prefix}{step.name}: the layer was replaced and is no longer {wanted.__name__}")
         left = {n.name for n in done.norms if n.action == "leave"}

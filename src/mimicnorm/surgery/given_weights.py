@@ -1,4 +1,4 @@
-"""Weights that are given and not to be drawn: frozen filter banks, sparse weights under a gradient mask."""
+"""Weights that somebody chose and that must not be drawn: frozen filter banks, sparse weights under a mask."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
 
-from mimicnorm.surgery.steps import LayerStep, count, few
+from mimicnorm.methods.edits import LayerEdit
+from mimicnorm.surgery.plan import count, first_names
 
 _MANY_ZEROS = 0.1  # of a drawn weight none is exactly zero
 
 
 def given(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """The layers among ``names`` whose weights must stay as they are or keep their zeros, each with the reason.
+    """Return the layers among ``names`` whose weights must stay as they are or keep their zeros, with the reason.
 
     - "frozen": the weight does not train (a DCT, Gabor or wavelet bank), in a network that does. Not so in a frozen
       copy of a module that trains (a momentum encoder, a teacher): it must stay a copy. Nor in a network that is
@@ -39,56 +40,61 @@ def given(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
 
 
 def share_of_zeros(weight: Tensor) -> float:
-    """The fraction of a weight that is exactly zero; 0 if it is all of it (a branch that starts at zero)."""
+    """Return the fraction of a weight that is exactly zero; 0 if it is all of it (a branch that starts at zero)."""
     if weight.is_meta:
         return 0.0
     zeros = float((weight.detach() == 0).float().mean())
     return zeros if zeros < 1 else 0.0
 
 
-def notes_on_given(
-    modules: Mapping[str, nn.Module], reasons: Mapping[str, str], layers: Iterable[LayerStep], starts: bool
-) -> list[str]:
-    """What becomes of weights that somebody chose, as notes of a plan.
+def notes_on_given(modules: Mapping[str, nn.Module], layers: Iterable[LayerEdit], starts: bool) -> list[str]:
+    """Say in a plan's notes what becomes of weights that somebody chose.
 
     Args:
         modules: The network's, by name.
-        reasons: What ``given`` returned.
         layers: The planned layers.
-        starts: Whether starting weights are set.
+        starts: Whether initial weights are set.
     """
     layers = list(layers)
-    weights = {step.name: modules[step.name]._parameters.get("weight") for step in layers}
-    frozen, sparse = ([n for n, reason in reasons.items() if reason == r] for r in ("frozen", "sparse"))
-    copies = [n for n, w in weights.items() if n not in reasons and w is not None and not w.requires_grad]
-    changed = [step.name for step in layers if step.name not in reasons and (starts or step.action != "keep")]
-    masked = [n for n in changed if (w := weights[n]) is not None and share_of_zeros(w) > _MANY_ZEROS]
+    weights = {edit.name: modules[edit.name]._parameters.get("weight") for edit in layers}
+    computed = [edit.name for edit in layers if weights[edit.name] is None and edit.start == "keep"]
+    frozen = [edit.name for edit in layers if edit.start == "keep" and edit.name not in computed]
+    sparse = [edit.name for edit in layers if edit.start == "scale"]
+    drawn = {edit.name: weights[edit.name] for edit in layers if edit.start == "draw"}
+    copies = [n for n, w in drawn.items() if w is not None and not w.requires_grad]
+    changed = [edit.name for edit in layers if edit.name in drawn and (starts or edit.action != "keep")]
+    masked = [n for n in changed if (w := drawn[n]) is not None and share_of_zeros(w) > _MANY_ZEROS]
     notes = []
     if frozen:
         notes.append(
-            f"{count(len(frozen), 'frozen layer')} ({few(frozen)}) keep their weights: neither centred nor given a "
-            "start. Unfreeze them before converting if they shall be"
+            f"{count(len(frozen), 'frozen layer')} ({first_names(frozen)}) keep their weights: neither centred nor "
+            "initialised. Unfreeze them before converting to change that"
         )
     if sparse:
         notes.append(
-            f"{count(len(sparse), 'layer')} ({few(sparse)}) with zeros under a gradient hook: not centred, and only "
-            "scaled, so that the zeros stay"
+            f"{count(len(sparse), 'layer')} ({first_names(sparse)}) with zeros under a gradient hook: not centred, and "
+            "only scaled, so that the zeros stay"
+        )
+    if starts and computed:
+        notes.append(
+            f"{count(len(computed), 'layer')} ({first_names(computed)}) keep their weights: these are computed from "
+            "other parameters (weight norm, a parametrization), so no initial weights are set"
         )
     if starts and copies and len(copies) < len(layers):
         notes.append(
-            f"{count(len(copies), 'frozen layer')} ({few(copies)}) will get new starting weights, too: copies and "
-            "teachers must be loaded or copied anew"
+            f"{count(len(copies), 'frozen layer')} ({first_names(copies)}) will get new initial weights, too: load or "
+            "copy the weights of copies and teachers again"
         )
     if masked:
         notes.append(
-            f"{few(masked)}: many weights are exactly zero and will not stay so (nothing seen keeps them zero). If "
-            "they are masked, freeze them before converting, or leave their BatchNorms with where="
+            f"{first_names(masked)}: many weights are exactly zero and will not stay so (nothing seen keeps them "
+            "zero). If they are masked, freeze them before converting, or leave their BatchNorms with where="
         )
     return notes
 
 
 def _is_copy(modules: Mapping[str, nn.Module], name: str) -> bool:
-    """Whether a layer is in a module beside which stands one of the same parameters that trains."""
+    """Tell whether a layer is in a module whose sibling has the same parameters and trains."""
     parts = name.split(".")
     for i in range(len(parts) - 1):
         parent, own, rest = ".".join(parts[:i]), parts[i], ".".join(parts[i + 1 :])

@@ -1,78 +1,224 @@
-"""Run a model without leaving a trace: flags, attributes, registries, random numbers, logs, other processes."""
+"""Run a model without leaving a trace: values, attributes, registries, random numbers, logs, other processes."""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
+import operator
 import random
-import sys
 import warnings
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils import _pytree as pytree
+
+_ATOMS = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device, torch.Size)
+_EXCHANGEABLE = (dict, OrderedDict, defaultdict, list)  # others may refuse an assignment, or do more than that
+
+
+def run(
+    model: nn.Module,
+    call: Callable[..., Any],
+    inputs: tuple = (),
+    *,
+    fake: bool = False,
+    training: bool | None = None,
+    seed: int | None = None,
+    modes: Iterable[AbstractContextManager] = (),
+) -> Any:
+    """Return ``call(*inputs)``, a function that runs the model, and leave no trace of it.
+
+    While the call runs, the model holds copies of its parameters, buffers and other tensors. It may write into them and
+    into its inputs, set attributes, fill caches, draw random numbers: afterwards everything is as before. Warnings and
+    the log of fake tensors are silenced, and SyncBatchNorm runs as a plain BatchNorm. Gradients are enabled: pass
+    ``torch.no_grad()`` as a mode to disable them.
+
+    Args:
+        model: The model that the call runs.
+        call: Gets the inputs with every tensor copied.
+        inputs: Tuples, lists and dicts of anything.
+        fake: Make the copies fake tensors, which have shapes and no values, and run in their mode.
+        training: The mode of the model and of all its modules; None for the modes they are in.
+        seed: Seed Python, numpy and torch; None to go on with their states.
+        modes: Context managers to enter just before the call, the outermost first.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(3)
+        >>> run(norm, norm, (torch.ones(2, 3),), training=True).shape, norm.num_batches_tracked
+        (torch.Size([2, 3]), tensor(0))
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if fake else contextlib.nullcontext()
+    copies: dict[int, tuple[Tensor, Tensor]] = {}  # with the originals, so that their ids stay valid
+
+    def copied(t: Tensor) -> Tensor:
+        if id(t) not in copies:
+            copies[id(t)] = (t, _copy(t, mode))
+        return copies[id(t)][1]
+
+    with contextlib.ExitStack() as stack:
+        for context in (silent(), _unsynchronised(), _random_states(), torch.inference_mode(False)):
+            stack.enter_context(context)
+        state = _State(model)
+        stack.callback(state.restore)
+        state.exchange(copied)
+        if training is not None:
+            model.train(training)
+        if seed is not None:
+            _seed(seed)
+        inputs = pytree.tree_map_only(Tensor, copied, inputs)
+        for context in (mode, *modes):
+            stack.enter_context(context)
+        return call(*inputs)
+
+
+def _copy(t: Tensor, mode: Any) -> Tensor:
+    if nn.parameter.is_lazy(t):
+        return t
+    value = (
+        t.detach().clone() if t.is_inference() else t.detach()
+    )  # fake tensors and versions are not for inference tensors
+    if isinstance(mode, FakeTensorMode):
+        return mode.from_tensor(value)
+    return value.clone().requires_grad_(t.requires_grad)
 
 
 def snapshot(model: nn.Module) -> Callable[[], None]:
-    """Note every module's class, attributes and registries; the function that puts them back."""
-    modules = [(m, type(m), dict(m.__dict__)) for m in model.modules()]
-    containers = [(v, copy.copy(v)) for _, _, d in modules for v in d.values() if isinstance(v, (dict, list, set))]
+    """Note every module's class, attributes and registries; return the function that restores them, in place.
 
-    def restore() -> None:
-        for m, cls, attributes in modules:
-            m.__class__ = cls
-            m.__dict__.clear()
-            m.__dict__.update(attributes)
-        for container, saved in containers:
-            container.clear()
-            container.extend(saved) if isinstance(container, list) else container.update(saved)
-
-    return restore
+    Containers are restored at any depth, and so are generators and numpy arrays. Values of tensors are not.
+    """
+    return _State(model).restore
 
 
 @contextlib.contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Give a model and the random number generators back as they were: flags, attributes, registries."""
+    """Restore a model as ``snapshot`` does, and the random states, on the way out."""
     restore = snapshot(model)
-    attributes = [t for m in model.modules() for t in m.__dict__.values() if isinstance(t, torch.Tensor)]
-    values = [(t, t._version, t.detach().clone()) for t in attributes if not t.is_meta]
-    python_random = random.getstate()
-    numpy = sys.modules.get("numpy")
-    numpy_random = numpy.random.get_state() if numpy is not None else None
+    try:
+        with _random_states():
+            yield
+    finally:
+        restore()
+
+
+class _State:
+    """What a model holds: modules, containers, arrays and generators, at any depth.
+
+    Only modules and containers are searched. What other objects hold is theirs: a data set or a logger may be among it.
+    """
+
+    def __init__(self, model: nn.Module):
+        self.undo: list[Callable[[], Any]] = []
+        self.slots: list[tuple[Any, Any, Tensor]] = []  # container and key of each tensor that can be exchanged
+        self.fixed: list[Tensor] = []  # tensors in tuples, sets and containers of other classes
+        seen: dict[int, Any] = {}
+        waiting: list[Any] = [model]
+        while waiting:
+            thing = waiting.pop()
+            if id(thing) not in seen:
+                seen[id(thing)] = thing
+                waiting += [inner for inner in self._note(thing) if not isinstance(inner, _ATOMS)]
+
+    def _note(self, thing: Any) -> Iterable[Any]:
+        """Note how to restore one thing; return what it holds."""
+        if isinstance(thing, nn.Module):
+            self.undo.append(partial(setattr, thing, "__class__", type(thing)))
+            if isinstance(thing, torch.jit.ScriptModule):
+                self._note_scripted(thing)
+            return [thing.__dict__, *thing._modules.values()]
+        if isinstance(thing, (dict, list, deque, set)):
+            return self._note_container(thing)
+        if isinstance(thing, (tuple, frozenset)):
+            self.fixed += [t for t in thing if isinstance(t, Tensor)]
+            return thing
+        if isinstance(thing, torch.Generator):
+            self.undo.append(partial(thing.set_state, thing.get_state()))
+        elif isinstance(thing, random.Random):
+            self.undo.append(partial(thing.setstate, thing.getstate()))
+        elif isinstance(thing, np.random.Generator):
+            self.undo.append(partial(setattr, thing.bit_generator, "state", thing.bit_generator.state))
+        elif isinstance(thing, np.random.RandomState):
+            self.undo.append(partial(thing.set_state, thing.get_state()))
+        elif isinstance(thing, np.ndarray) and thing.flags.writeable:
+            self.undo.append(partial(np.copyto, thing, thing.copy()))
+        return ()
+
+    def _note_container(self, thing: Any) -> Iterable[Any]:
+        saved, before = dict(thing) if isinstance(thing, dict) else list(thing), _contents(thing)
+        if type(thing) in _EXCHANGEABLE:
+            items = saved.items() if isinstance(saved, dict) else enumerate(saved)
+            self.slots += [(thing, key, t) for key, t in items if isinstance(t, Tensor)]
+        else:
+            self.fixed += [t for t in before if isinstance(t, Tensor)]
+
+        def restore() -> None:
+            now = _contents(thing)
+            if len(now) != len(before) or not all(map(operator.is_, now, before)):
+                thing.clear()
+                thing.extend(saved) if isinstance(thing, (list, deque)) else thing.update(saved)
+
+        self.undo.append(restore)
+        return before
+
+    def _note_scripted(self, module: nn.Module) -> None:
+        """A scripted module keeps its tensors outside of Python: assign them again."""
+        for registry in (module._parameters, module._buffers):
+            for key, t in registry.items():
+                if t is not None:
+                    self.slots.append((registry, key, t))
+                    self.undo.append(partial(registry.__setitem__, key, t))
+
+    def exchange(self, copied: Callable[[Tensor], Tensor]) -> None:
+        """Put copies in the place of tensors; where that is not possible, note their values."""
+        for container, key, t in self.slots:
+            container[key] = copied(t)
+        for t in {id(t): t for t in self.fixed}.values():
+            if not t.is_inference() and not t.is_meta:
+                self.undo.append(partial(_write_back, t, t.detach().clone()))
+
+    def restore(self) -> None:
+        """Restore everything noted, in place: others may hold the same objects."""
+        for undo in self.undo:
+            undo()
+
+
+def _contents(container: Any) -> list[Any]:
+    """What a container holds; of a dict, keys and values."""
+    return [*container, *container.values()] if isinstance(container, dict) else [*container]
+
+
+def _write_back(t: Tensor, value: Tensor) -> None:
+    if t.shape != value.shape:
+        t.data = value
+    elif not torch.equal(t, value):  # versions do not count writes to ``t.data``
+        t.data.copy_(value)
+
+
+@contextlib.contextmanager
+def _random_states() -> Iterator[None]:
+    """Restore the states of Python, numpy and torch; of CUDA only if it is in use, as to look would initialise it."""
+    python, numpy = random.getstate(), np.random.get_state()
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     try:
         with torch.random.fork_rng(devices=devices):
             yield
     finally:
-        random.setstate(python_random)
-        if numpy is not None:
-            numpy.random.set_state(numpy_random)
-        restore()
-        for t, version, value in values:
-            if t._version != version:
-                t.data.copy_(value)
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
-def seed(value: int) -> None:
-    """Seed every source of random numbers that ``untouched`` puts back."""
+def _seed(value: int) -> None:
     torch.manual_seed(value)
     random.seed(value)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(value)
-
-
-@contextlib.contextmanager
-def following(enter: Callable, leave: Callable) -> Iterator[None]:
-    """Call ``enter(module, args)`` and ``leave(module, args, output)`` around every module that runs."""
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    np.random.seed(value)
 
 
 @contextlib.contextmanager
@@ -80,22 +226,23 @@ def instead_of_forward(modules: Iterable[nn.Module], wrap: Callable) -> Iterator
     """Wrap ``forward`` on the instances: unlike a hook it also sees ``layer.forward(x)``.
 
     Args:
-        modules: The modules.
+        modules: The modules. Scripted ones are left out, as their forward is not Python's.
         wrap: ``wrap(module, forward)`` returns what is called in place of ``forward``.
     """
-    modules = list(modules)
+    wrapped = [(m, m.__dict__.get("forward")) for m in modules if not isinstance(m, torch.jit.ScriptModule)]
     try:
-        for m in modules:
+        for m, _ in wrapped:
             m.__dict__["forward"] = wrap(m, m.forward)
         yield
     finally:
-        for m in modules:
+        for m, before in wrapped:
             m.__dict__.pop("forward", None)
+            m.__dict__.update({} if before is None else {"forward": before})
 
 
 @contextlib.contextmanager
 def silent() -> Iterator[None]:
-    """What goes wrong is said in one error; fake kernels would print a traceback besides."""
+    """Silence warnings and the log of fake tensors: a failed fake kernel prints a traceback before it raises."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -107,7 +254,7 @@ def silent() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def unsynchronised() -> Iterator[None]:
+def _unsynchronised() -> Iterator[None]:
     """Let SyncBatchNorm run as a plain one: a recording talks to no other process."""
     original = nn.SyncBatchNorm.forward
     nn.SyncBatchNorm.forward = _BatchNorm.forward  # pyrefly: ignore

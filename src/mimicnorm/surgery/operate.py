@@ -1,11 +1,12 @@
-"""The surgery itself: layers change their class, BatchNorms become what is left of them, heads get their last BN.
+"""Carry out edits: layers change their class, BatchNorms become what replaces them, heads get their last BN.
 
-Modules keep their identity: a layer changes its class to one derived from its own, a BatchNorm *becomes* an
-``Identity``, a ``Shift``, a ``Scale`` or a ``Remains``.
+Modules keep their identity: a layer changes its class to one derived from the class it had; a BatchNorm *becomes* an
+``Identity``, a ``Shift``, a ``Scale``, a ``GroupNorm`` or a ``Remains``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,132 +24,159 @@ from mimicnorm.layers import (
     centre_,
     fixup_,
     last_norm_,
-    scale_output_,
+    scale_weight_,
     standardise_,
 )
+from mimicnorm.methods.edits import HeadEdit, LayerEdit, NormEdit
+from mimicnorm.surgery.plan import Report
 from mimicnorm.surgery.probe import channels
-from mimicnorm.surgery.steps import LayerStep, NormStep, Report
 
 
 def operate(model: nn.Module, report: Report) -> list[tuple[Tensor, Tensor]]:
-    """Do to a network what its plan says, and note in the report which parameters are new and which moved.
+    """Carry out a plan, and list in the report which parameters are new and which moved.
 
-    Classes, attributes and registries change, and no value: of two biases in a row, the pairs are returned.
+    Classes, attributes and registries change, values do not. Where a layer with a bias takes a beta, the two are to
+    be added: those pairs are returned.
 
     Returns:
-        (the layer's bias, the beta that is to be added to it).
+        (the layer's bias, the beta to add to it).
     """
-    merged: list[tuple[Tensor, Tensor]] = []
-    modules = dict(model.named_modules())
-    betas = {n.name: _as_parameter(getattr(modules[n.name], "bias", None)) for n in report.norms}
-    for step in report.layers:
-        beta = _operate_on_layer(modules[step.name], step, betas, report)
-        merged += [(modules[step.name].bias, beta)] if beta is not None else []  # pyrefly: ignore
-    moved = {step.beta_from for step in report.layers}
-    for n in report.norms:
-        if n.action != "leave":
-            owner = modules[n.owner[0]] if n.owner else None
-            _operate_on_norm(modules[n.name], n, None if n.name in moved else betas[n.name], owner, report)
-    for h in report.heads:
-        head = modules[h.name]
+    surgeon = _Surgeon(model, report)
+    for edit in report.edits:
+        ACTIONS[edit.action](surgeon, surgeon.modules[edit.name], edit)
+    return surgeon.sums
+
+
+class _Surgeon:
+    """One method per action; what they share: the network's modules, its betas, the report."""
+
+    def __init__(self, model: nn.Module, report: Report):
+        self.report, self.modules = report, dict(model.named_modules())
+        self.betas = {n.name: _as_parameter(getattr(self.modules[n.name], "bias", None)) for n in report.norms}
+        self.sums: list[tuple[Tensor, Tensor]] = []
+
+    # -- layers --------------------------------------------------------------------------------
+
+    def centre(self, layer: nn.Module, edit: LayerEdit) -> None:
+        centre_(layer, self._residual_scale(layer, edit))
+        self._take_beta(layer, edit)
+
+    def standardise(self, layer: Any, edit: LayerEdit) -> None:
+        outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+        gain = self._new(_key(edit.name, "gain"), 1.0, _stored_weight(layer), outputs) if edit.learns_gain else None
+        scale = self._residual_scale(layer, edit)
+        standardise_(layer, Standardisation(edit.weight_factor, edit.factor), gain, scale)
+        self._take_beta(layer, edit)
+
+    def bias(self, layer: nn.Module, edit: LayerEdit) -> None:
+        bias = None if edit.on_raw_input else self._new(_key(edit.name, "input_bias"), 0.0, _stored_weight(layer))
+        fixup_(layer, bias, self._residual_scale(layer, edit))
+        self._take_beta(layer, edit)
+
+    def keep(self, layer: nn.Module, edit: LayerEdit) -> None:
+        scale = self._residual_scale(layer, edit)
+        if scale is not None:
+            scale_weight_(layer, scale, edit.scales_bias)
+        self._take_beta(layer, edit)
+
+    def _residual_scale(self, layer: nn.Module, edit: LayerEdit) -> Parameter | None:
+        if edit.scale is None:
+            return None
+        return self._new(_key(edit.name, "residual_scale"), edit.scale, _stored_weight(layer))
+
+    def _take_beta(self, layer: nn.Module, edit: LayerEdit) -> None:
+        """Let the beta of a BatchNorm become the bias of a layer, or join the bias it has."""
+        beta = self.betas.get(edit.beta_from) if edit.beta_from is not None else None
+        if beta is None:
+            return
+        self.report.moved_parameters[_key(str(edit.beta_from), "bias")] = _key(edit.name, "bias")
+        if layer.bias is not None:
+            self.sums.append((layer.bias, beta))  # pyrefly: ignore
+        else:
+            layer.register_parameter("bias", beta)
+
+    # -- BatchNorms ----------------------------------------------------------------------------
+
+    def leave(self, norm: nn.Module, edit: NormEdit) -> None:
+        pass
+
+    def remove(self, norm: nn.Module, edit: NormEdit) -> None:
+        self._replace(norm, edit, None)
+
+    def shift(self, norm: nn.Module, edit: NormEdit) -> None:
+        scalar = self._new_beside(norm, edit, "scalar_bias", 0.0) if edit.scalar else None
+        self._replace(norm, edit, Shift(self._beta(edit), edit.channel_dim) if scalar is None else FixupScalars(scalar))
+
+    def scale(self, norm: nn.Module, edit: NormEdit) -> None:
+        assert edit.scale is not None
+        scale = self._new_beside(norm, edit, "residual_scale", edit.scale)
+        if edit.scalar:
+            self._replace(norm, edit, FixupScalars(self._new_beside(norm, edit, "scalar_bias", 0.0), scale))
+        else:
+            self._replace(norm, edit, Scale(scale, self._beta(edit), edit.channel_dim, edit.factor))
+
+    def group(self, norm: nn.Module, edit: NormEdit) -> None:
+        assert edit.groups is not None
+        gamma, eps = _as_parameter(getattr(norm, "weight", None)), float(getattr(norm, "eps", 1e-5))
+        grouped = GroupNorm(edit.groups, channels(norm), gamma, self._beta(edit), edit.channel_dim, eps)
+        self._replace(norm, edit, grouped)
+
+    def _beta(self, edit: NormEdit) -> Parameter | None:
+        """Return the beta of a BatchNorm, if no layer takes it."""
+        return self.betas[edit.name] if edit.beta_into is None else None
+
+    def _new_beside(self, norm: nn.Module, edit: NormEdit, name: str, value: float) -> Parameter:
+        """Make a parameter of a BatchNorm's replacement; it trains if the BatchNorm's layer does."""
+        key = _key(_replacement(edit), name)
+        if edit.owners:
+            return self._new(key, value, _stored_weight(self.modules[edit.owners[0]]))
+        tensors = (self._beta(edit), next(iter(norm.buffers()), None), torch.empty(0))
+        return self._new(key, value, next(t for t in tensors if t is not None), trains=True)
+
+    def _replace(self, norm: nn.Module, edit: NormEdit, instead: nn.Module | None) -> None:
+        """Let a BatchNorm become its replacement, followed by the children that it ran."""
+        if instead is not None:
+            instead.train(norm.training)
+            parameters = {id(norm.weight), id(norm.bias)} if edit.action == "group" else {id(self._beta(edit))}
+            for key, p in instead.named_parameters():
+                if id(p) in parameters:
+                    self.report.moved_parameters[_key(edit.name, key)] = _key(_replacement(edit), key)
+        children = {name: getattr(norm, name) for name in edit.children}
+        become(norm, Remains(instead, children) if children else instead or nn.Identity())
+
+    # -- heads ---------------------------------------------------------------------------------
+
+    def last_norm(self, head: nn.Module, edit: HeadEdit) -> None:
         like = next((p for p in head.parameters() if p.is_floating_point()), torch.empty(0))
-        norm = LastNorm(h.outputs, h.dim, device=like.device, dtype=like.dtype)
+        norm = LastNorm(edit.outputs, edit.dim, device=like.device, dtype=like.dtype)
         norm.train(head.training)
         last_norm_(head, norm)
-    return merged
+
+    def _new(self, key: str, value: float, like: Tensor, size: int = 1, trains: bool | None = None) -> Parameter:
+        """Make a parameter that did not exist before; the report lists it if it trains."""
+        trains = like.requires_grad if trains is None else trains
+        parameter = Parameter(torch.full((size,), value, device=like.device, dtype=like.dtype), requires_grad=trains)
+        self.report.new_parameters += [(key, parameter)] * trains
+        return parameter
 
 
-def _operate_on_layer(
-    layer: nn.Module, step: LayerStep, betas: dict[str, Parameter | None], report: Report
-) -> Parameter | None:
-    """Change a layer; the beta that is to be added to the bias it has, if any."""
-
-    def new(name: str, value: float, size: int = 1) -> Parameter:
-        like = _stored_weight(layer)
-        return _new(report, f"{step.name}.{name}", value, like, like.requires_grad, size)
-
-    scale = new("residual_scale", step.scale) if step.scale is not None else None
-    if step.action == "centre":
-        centre_(layer, scale)
-    elif step.action == "standardise":
-        gain = new("gain", 1.0, _outputs(layer)) if step.learns_gain else None
-        standardise_(layer, Standardisation(step.factor, step.output_factor), gain, scale)
-    elif step.action == "bias":
-        fixup_(layer, None if step.on_raw_input else new("input_bias", 0.0), scale)
-    elif scale is not None:
-        scale_output_(layer, scale)
-    beta = betas.get(step.beta_from) if step.beta_from is not None else None
-    if beta is None:
-        return None
-    report.moved_parameters[f"{step.beta_from}.bias"] = f"{step.name}.bias"
-    if layer.bias is not None:
-        return beta
-    layer.register_parameter("bias", beta)
-    return None
-
-
-def _new(report: Report, name: str, value: float, like: Tensor, trains: bool, size: int = 1) -> Parameter:
-    """A parameter that did not exist before, and a line about it in the report if it is trained."""
-    parameter = Parameter(torch.full((size,), value, device=like.device, dtype=like.dtype), requires_grad=trains)
-    report.new_parameters += [(name, parameter)] * trains
-    return parameter
-
-
-def _stored_weight(layer: nn.Module) -> Parameter:
-    """What a layer's weight is, or is computed from: to compute that of a spectral norm would change its state."""
-    weight = layer._parameters.get("weight")
-    return weight if weight is not None else next(layer.parameters())
-
-
-def _outputs(layer: Any) -> int:
-    return layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
-
-
-def _as_parameter(t: Any) -> Parameter | None:
-    if t is None or isinstance(t, Parameter):
-        return t
-    return Parameter(t.detach().clone(), requires_grad=False)  # a frozen BatchNorm keeps it as a buffer
-
-
-def _operate_on_norm(
-    norm: nn.Module, step: NormStep, beta: Parameter | None, owner: nn.Module | None, report: Report
-) -> None:
-    instead: nn.Module | None = None
-    prefix = f"{step.name}.instead." if step.keeps else f"{step.name}."
-    if step.action == "group":
-        gamma = _as_parameter(getattr(norm, "weight", None))
-        eps = float(getattr(norm, "eps", 1e-5))
-        assert step.groups is not None
-        instead = GroupNorm(step.groups, channels(norm), gamma, beta, step.channel_dim, eps)
-        if step.keeps:
-            report.moved_parameters |= {f"{step.name}.{k}": f"{prefix}{k}" for k, _ in instead.named_parameters()}
-    elif step.action in ("shift", "scale"):
-        known = (beta, next(iter(norm.buffers()), None), torch.empty(0))
-        like: Any = _stored_weight(owner) if owner is not None else next(t for t in known if t is not None)
-        trains = owner is None or like.requires_grad
-        scale = None
-        if step.action == "scale":
-            assert step.scale is not None
-            scale = _new(report, f"{prefix}residual_scale", step.scale, like, trains)
-        if step.scalar:
-            instead = FixupScalars(_new(report, f"{prefix}scalar_bias", 0.0, like, trains), scale)
-        elif scale is not None:
-            instead = Scale(scale, beta, step.channel_dim, step.factor)
-        else:
-            instead = Shift(beta, step.channel_dim)
-        if beta is not None and not step.scalar:
-            report.moved_parameters[f"{step.name}.bias"] = f"{prefix}bias"
-    if instead is not None:
-        instead.train(norm.training)
-    if step.keeps:
-        children = dict(norm.named_children())
-        become(norm, Remains(instead, {n: children[n] for n in step.keeps}))
-    else:
-        become(norm, instead if instead is not None else nn.Identity())
+ACTIONS: dict[str, Callable[[_Surgeon, Any, Any], None]] = {
+    "centre": _Surgeon.centre,
+    "standardise": _Surgeon.standardise,
+    "bias": _Surgeon.bias,
+    "keep": _Surgeon.keep,
+    "leave": _Surgeon.leave,
+    "remove": _Surgeon.remove,
+    "shift": _Surgeon.shift,
+    "scale": _Surgeon.scale,
+    "group": _Surgeon.group,
+    "last norm": _Surgeon.last_norm,
+}
+"""What each action of an edit does to a module."""
 
 
 def become(module: nn.Module, other: nn.Module) -> None:
-    """Let a module take the class and state of another; it stays the same object, with its flag and its hooks.
+    """Let a module take the class and state of another; it stays the same object, with its mode and its hooks.
 
     Plain public attributes stay readable, too: code that asks a BatchNorm for its ``num_features`` goes on working.
     """
@@ -161,3 +189,25 @@ def become(module: nn.Module, other: nn.Module) -> None:
     module.__dict__.clear()
     module.__dict__.update({**plain, **other.__dict__, **hooks})
     module.training = training
+
+
+def _stored_weight(layer: nn.Module) -> Parameter:
+    """Return a layer's weight or what it is computed from: computing that of a spectral norm would change its state."""
+    weight = layer._parameters.get("weight")
+    return weight if weight is not None else next(layer.parameters())
+
+
+def _as_parameter(t: Any) -> Parameter | None:
+    if t is None or isinstance(t, Parameter):
+        return t
+    return Parameter(t.detach().clone(), requires_grad=False)  # a frozen BatchNorm keeps it as a buffer
+
+
+def _replacement(edit: NormEdit) -> str:
+    """Return the qualified name of what replaces a BatchNorm: a child of its own, if it has children that stay."""
+    return _key(edit.name, "instead") if edit.children else edit.name
+
+
+def _key(module: str, attribute: str) -> str:
+    """Return the state-dict key of a module's attribute; the root has no name."""
+    return f"{module}.{attribute}" if module else attribute

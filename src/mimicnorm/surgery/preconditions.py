@@ -16,11 +16,12 @@ from mimicnorm.layers import Derived, LastNorm
 from mimicnorm.surgery.recorder import is_batch_norm
 
 Where = Callable[[nn.Module, str], bool]
+_FEW_BATCHES = 10  # that a constructor may run
 _INITS = ("auto", "theory", "calibrate", None)
 
 
 def accepts(where: Where, module: nn.Module, name: str) -> bool:
-    """Ask a user's ``where`` about a BatchNorm; what it raises is said with the name."""
+    """Ask a user's ``where`` about a BatchNorm; an exception of its own is reported with the BatchNorm's name."""
     try:
         inspect.signature(where).bind(module, name)
     except TypeError as error:
@@ -67,7 +68,7 @@ def check_arguments(model: Any, init: Any, where: Any, allow_mixing: Any) -> Non
         if isinstance(m, (Derived, LastNorm)) or "_mimicnorm" in m.__dict__:
             raise RefusedError(
                 f"{name or 'the model'} was converted before. Convert a fresh model; "
-                "to set its starting weights again use mimicnorm.init_."
+                "to set its initial weights again use mimicnorm.init_."
             )
     for name, t in (*model.named_parameters(), *model.named_buffers()):
         if t.is_inference():
@@ -77,8 +78,21 @@ def check_arguments(model: Any, init: Any, where: Any, allow_mixing: Any) -> Non
 
 
 def looks_trained(norm: nn.Module) -> bool:
-    """Whether a BatchNorm has seen data: running statistics other than 0 and 1; without any, betas that differ."""
-    mean, var, beta = (getattr(norm, name, None) for name in ("running_mean", "running_var", "bias"))
-    if isinstance(mean, Tensor) and isinstance(var, Tensor):
-        return not mean.is_meta and not var.is_meta and bool((mean != 0).any() or (var != 1).any())
-    return isinstance(beta, Tensor) and not beta.is_meta and bool((beta != beta.flatten()[0]).any())
+    """Tell whether a BatchNorm has been trained.
+
+    Its running statistics have moved, and more than a few batches were seen or its affine parameters differ between
+    channels. A constructor that runs a forward pass, or a lazy network that ran once, is not training. Without
+    statistics, betas that differ decide.
+    """
+    mean, var, gamma, beta = (getattr(norm, name, None) for name in ("running_mean", "running_var", "weight", "bias"))
+    if not isinstance(mean, Tensor) or not isinstance(var, Tensor):
+        return _differs(beta)
+    if mean.is_meta or var.is_meta or not bool((mean != 0).any() or (var != 1).any()):
+        return False
+    batches = getattr(norm, "num_batches_tracked", None)
+    a_few = isinstance(batches, Tensor) and not batches.is_meta and 0 < int(batches) <= _FEW_BATCHES
+    return not a_few or _differs(gamma) or _differs(beta)
+
+
+def _differs(values: Any) -> bool:
+    return isinstance(values, Tensor) and not values.is_meta and bool((values != values.flatten()[0]).any())

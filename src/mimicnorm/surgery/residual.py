@@ -1,11 +1,13 @@
-"""Residual branches: where they end, how deep they are, and the variance they lead one to expect."""
+"""Residual branches: where they end, and the variance they lead one to expect."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from mimicnorm.methods import Method
 from mimicnorm.surgery import flow
+from mimicnorm.surgery.attention import VARIANCE
 from mimicnorm.surgery.graph import Graph, Node
 from mimicnorm.surgery.ops import Kind
 
@@ -16,77 +18,76 @@ class Branch:
 
     Attributes:
         ends: The calls that end it; more than one where it is the larger of several tensors.
-        layers: The weight layers on it, but those of gates.
+        last_layers: For each end, the layers that make it.
+        layers: The weight layers on it, except those of gates.
         beside_skip: Whether the sum has a skip at all.
         wakes: Whether a branch that starts at zero would get a gradient: not so if a ReLU comes after its end.
         path: Bit set of the nodes on it.
     """
 
     ends: tuple[Node, ...]
+    last_layers: tuple[tuple[str, ...], ...]
     layers: tuple[str, ...]
     beside_skip: bool
     wakes: bool
     path: int = 0
 
+    @property
+    def name(self) -> str:
+        """What it ends in."""
+        end = self.ends[0]
+        return (end.norm if end.norm is not None else end.layer) or "(root)"
 
-def branches(graph: Graph, is_end: Callable[[Node], bool], gates: set[str]) -> list[Branch]:
-    """Every residual branch whose end can be changed, in execution order."""
-    found = []
+
+def branches(
+    graph: Graph,
+    is_end: Callable[[Node], bool],
+    last_layers: Callable[[Node], tuple[str, ...]],
+    gates: Collection[str],
+) -> list[Branch]:
+    """Return every residual branch whose end can be changed, in execution order.
+
+    Args:
+        graph: The network.
+        is_end: Whether a call can end a branch.
+        last_layers: The layers that make what a call returns.
+        gates: Layers that only make gates.
+    """
+    all_branches = []
     for s in flow.sums(graph):
         for operand in s.branches:
-            own = flow.own_path(operand, s.operands)  # an end on the common trunk ends no branch
-            ends = tuple(e for e in flow.ends(operand) if own >> e.index & 1 and is_end(e))
+            path = flow.own_path(operand, s.operands)  # an end on the common trunk ends no branch
+            ends = tuple(e for e in flow.ends(operand) if path >> e.index & 1 and is_end(e))
             if ends:
-                calls = (n for n in graph.nodes if n.layer is not None and own >> n.index & 1)
-                layers = tuple(dict.fromkeys(n.layer for n in calls if n.layer is not None and n.layer not in gates))
-                found.append(Branch(ends, layers, s.carrier is not None, not flow.ends_flat(operand), own))
-    return found
+                names = (n.layer for n in graph.nodes if n.layer is not None and path >> n.index & 1)
+                layers = tuple(dict.fromkeys(name for name in names if name not in gates))
+                wakes, lasts = not flow.ends_flat(operand), tuple(map(last_layers, ends))
+                all_branches.append(Branch(ends, lasts, layers, s.carrier is not None, wakes, path))
+    return all_branches
 
 
-def ends_around(nodes: Iterable[Node], found: Iterable[Branch]) -> set[Node]:
-    """The calls that end the innermost branch around each node, of nodes that are on a branch."""
-    by_length = sorted(found, key=lambda branch: branch.path.bit_count())
+def ends_around(nodes: Iterable[Node], candidates: Iterable[Branch]) -> set[Node]:
+    """Return the calls that end the innermost branch around each node, of nodes that are on a branch."""
+    by_length = sorted(candidates, key=lambda branch: branch.path.bit_count())
     innermost = (next((b for b in by_length if b.path >> node.index & 1), None) for node in nodes)
     return {end for branch in innermost if branch is not None for end in branch.ends}
 
 
-def fixup_factors(found: Iterable[Branch], last: Callable[[Node], Iterable[str]]) -> dict[str, tuple[float, str]]:
-    """Fixup's factor on each layer's starting weights, and why: 0 at a branch's end, else L^(-1/(2m-2)).
-
-    A layer on several branches, one inside the other, goes by the innermost.
-
-    Args:
-        found: The L branches.
-        last: The layers that make what a call ends a branch with.
-    """
-    found = sorted(found, key=lambda branch: -len(branch.layers))
-    factors: dict[str, tuple[float, str]] = {}
-    for branch in found:
-        m = len(branch.layers)
-        if m > 1:
-            factor = len(found) ** (-1 / (2 * m - 2))
-            factors |= dict.fromkeys(branch.layers, (factor, f"one of {m} layers in one of {len(found)} branches"))
-    ends = (name for branch in found for end in branch.ends for name in last(end))
-    return factors | dict.fromkeys(ends, (0.0, "starts at zero: the last layer of its branch"))
-
-
 def variance(
     graph: Graph,
-    ends: set[Node],
-    behind: Callable[[float], float],
-    resets: Callable[[Node], bool],
-    gates: bool = False,
-    smaller: Mapping[Node, float] | None = None,
+    method: Method,
+    ends: Collection[Node],
+    is_unit: Callable[[Node], bool],
+    damped: Collection[Node] = (),
 ) -> dict[Node, float]:
-    """Predicted variance before each activation: 1 after inputs and norms; added at sums, averaged at concats.
+    """Predict the variance before each activation: 1 after inputs and norms, added at sums, averaged at concats.
 
     Args:
         graph: The network.
+        method: Knows the variance after a branch's scalar.
         ends: The calls that end a branch.
-        behind: The variance behind a branch's scalar, given the one before it.
-        resets: Whether a call makes its output of variance 1 whatever it is given.
-        gates: Whether to count a sigmoid's gate as the factor of 1/2 that it starts near.
-        smaller: Factors on the variance of ends that start smaller than the others.
+        is_unit: Whether a call makes its output of variance 1 whatever it is given.
+        damped: Ends of branches around attention, which start smaller than the others.
     """
     v: dict[Node, float] = {}
     for node in graph.nodes:
@@ -100,13 +101,15 @@ def variance(
             v[node] /= len(summands) ** 2 if node.op == "mean" else 1
         elif node.kind is Kind.CONCAT:
             sizes = [n.shape.numel() for n in node.inputs]
-            v[node] = sum(a * s for a, s in zip(before, sizes, strict=True)) / sum(sizes)
+            weighted = sum(a * size for a, size in zip(before, sizes, strict=True))
+            v[node] = weighted / sum(sizes) if sum(sizes) else 1.0
         elif node.kind is Kind.PRODUCT:
-            kept = flow.carried(node)
-            v[node] = v[kept] if kept is not None else sum(before) / len(before)
-            v[node] *= 0.25 if gates and flow.gated_by_sigmoid(node) else 1.0
+            carried = flow.carried(node)
+            v[node] = v[carried] if carried is not None else sum(before) / len(before)
+            # A sigmoid's gate starts near 1/2.
+            v[node] *= 0.25 if method.unit_layers and flow.gated_by_sigmoid(node) else 1.0
         else:
-            v[node] = 1.0 if resets(node) else before[0]
+            v[node] = 1.0 if is_unit(node) else before[0]
         if node in ends:
-            v[node] = behind(v[node]) * (smaller or {}).get(node, 1.0)
+            v[node] = method.branch_variance(v[node]) * (VARIANCE if node in damped else 1.0)
     return v

@@ -1,23 +1,17 @@
-"""What is left of a BatchNorm once it stops normalising: a shift, a scale, its other children."""
+"""What stands in a BatchNorm's place: a shift, a scale, Fixup's scalars, a GroupNorm, its other children."""
 
 from __future__ import annotations
-
-import functools
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from mimicnorm.layers.derive import Derived, derive
-
 
 class Shift(nn.Module):
     """``x + beta`` per channel, always a fresh tensor.
 
-    Stands for a BatchNorm that no layer owns. The fresh tensor is the point even when beta is zero:
-    an in-place activation after a BatchNorm must not overwrite the skip connection before it. An
-    addition saves nothing for the backward pass.
+    Stands for a BatchNorm whose beta no layer takes. The tensor is fresh even without beta: an in-place activation
+    after a BatchNorm must not overwrite the skip connection before it. An addition saves nothing for backward.
     """
 
     def __init__(self, beta: Parameter | None, channel_dim: int = 1):
@@ -59,28 +53,61 @@ class Scale(nn.Module):
         return "scalar" if self.bias is None else f"scalar, bias {self.bias.numel()}"
 
 
-class ScaledOutput(Derived):
-    """A layer that ends a residual branch but is not centred: its output times a scalar."""
+class FixupScalars(nn.Module):
+    """``s * x + b`` with scalars s and b (Zhang, Dauphin and Ma 2019); without s a bias alone.
 
-    residual_scale: Parameter
+    Always a fresh tensor, as ``Shift``.
+    """
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the layer, then multiply."""
-        y = super().forward(*args, **kwargs)  # pyrefly: ignore
-        return y * self.residual_scale.to(y.dtype)
+    def __init__(self, bias: Parameter, residual_scale: Parameter | None = None):
+        super().__init__()
+        self.register_parameter("residual_scale", residual_scale)
+        self.scalar_bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply, then add."""
+        if self.residual_scale is not None:
+            x = x * self.residual_scale.to(x.dtype)
+        return x + self.scalar_bias.to(x.dtype)
 
 
-@functools.cache
-def scaled_output_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a layer's class that multiplies its own output."""
-    return derive(scaled_output_class, "ScaledOutput", base, ScaledOutput)
+class GroupNorm(nn.GroupNorm):
+    """``nn.GroupNorm`` (Wu and He 2018) with given gamma and beta, or none, and its channels along any dimension."""
+
+    def __init__(
+        self,
+        groups: int,
+        channels: int,
+        gamma: Parameter | None,
+        beta: Parameter | None,
+        channel_dim: int = 1,
+        eps: float = 1e-5,
+    ):
+        super().__init__(groups, channels, eps, affine=False)
+        self.affine = gamma is not None
+        self.register_parameter("weight", gamma)
+        self.register_parameter("bias", beta)
+        self.channel_dim = channel_dim
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise each sample's groups of channels."""
+        if self.channel_dim == 1 or input.dim() == 2:
+            return super().forward(input)
+        return super().forward(input.movedim(self.channel_dim, 1)).movedim(1, self.channel_dim)
 
 
-def scale_output_(layer: nn.Module, residual_scale: Parameter) -> nn.Module:
-    """Let a layer multiply its output by a scalar, in place: the same object, the same parameters."""
-    layer.__class__ = scaled_output_class(type(layer))
-    layer.register_parameter("residual_scale", residual_scale)
-    return layer
+def group_count(channels: int, positions: int, most: int) -> int:
+    """Choose the number of groups: the largest divisor up to ``most`` that leaves 16 values or more to a group.
+
+    Fewer values say nothing once normalised (of two, only the sign of their difference): a BatchNorm on single
+    vectors gets fewer groups, down to one.
+
+    Example:
+        >>> group_count(64, 49, 32), group_count(24, 49, 32), group_count(64, 1, 32), group_count(8, 1, 32)
+        (32, 24, 4, 1)
+    """
+    fitting = (g for g in range(min(most, channels), 0, -1) if channels % g == 0)
+    return next((g for g in fitting if channels // g * positions >= 16), 1)
 
 
 class Remains(nn.Module):

@@ -1,0 +1,262 @@
+"""Apply a linear map with a weight that is made of parameters, at the memory of a plain layer.
+
+Any weight of the form ``scale * W`` or ``scale * (W - mean W)``, per output channel: centring, standardisation (scale =
+1 / std W), the scalar of a residual branch, a gain. The made weight is not saved. In eager mode one autograd function
+saves the layer's input, its parameters and a sum per output channel, and makes the weight again in the backward pass.
+While compiling, a checkpoint tells the partitioner the same. While exporting, inside functorch transforms and with
+dual numbers the plain expression runs.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils.checkpoint import checkpoint
+
+from mimicnorm.layers.linear import Op
+
+# -- the weight that is applied ----------------------------------------------------------------------------------
+
+
+def by_output(weight: Tensor, groups: int | None) -> tuple[Tensor, tuple[int, ...]]:
+    """View a weight with its output channels in dimensions of their own.
+
+    Args:
+        weight: (out, in / groups, *kernel), or (in, out / groups, *kernel) for a transposed convolution.
+        groups: The groups of a transposed convolution; None for any other map, whose view is the weight itself.
+
+    Returns:
+        The view, and the dimensions that one output channel sums over.
+    """
+    if groups is None:
+        return weight, tuple(range(1, weight.dim()))
+    view = weight.unflatten(0, (groups, -1))
+    return view, (1, *range(3, view.dim()))
+
+
+def centre(weight: Tensor, *, groups: int = 1, transposed: bool = False) -> Tensor:
+    """Subtract from each output channel's weights their mean (the paper's weight mean).
+
+    Args:
+        weight: (out, in / groups, *kernel), or (in, out / groups, *kernel) if transposed.
+        groups: The convolution's groups; they matter only to a transposed one.
+        transposed: Whether the output channels are the second dimension.
+
+    Example:
+        >>> centre(torch.tensor([[1.0, 2.0, 3.0, 6.0]]))
+        tensor([[-2., -1.,  0.,  3.]])
+    """
+    return effective_weight(weight, None, groups if transposed else None, centred=True).to(weight.dtype)
+
+
+def effective_weight(weight: Tensor, scale: Tensor | None, groups: int | None, centred: bool) -> Tensor:
+    """Make ``scale * W`` or ``scale * (W - mean W)``; ``groups`` as in ``by_output``, the rest as in ``apply_map``."""
+    return _made(weight, scale, groups, _sums(weight, groups) if centred else None)
+
+
+def inverse_deviation(weight: Tensor, eps: float, groups: int | None) -> Tensor:
+    """Compute 1 / sqrt(var W + eps) for each output channel, and save no centred weight for backward."""
+    if _wants_plain_expression() or torch.compiler.is_compiling():
+        return _recomputed(functools.partial(_inverse_deviation, eps=eps, groups=groups), weight)
+    return _InverseDeviation.apply(weight, eps, groups)
+
+
+def widened(weight: Tensor) -> Tensor:
+    """Convert half precision to float: a mean over thousands needs the digits."""
+    return weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
+
+
+def _sums(weight: Tensor, groups: int | None) -> Tensor:
+    """Sum each output channel's weights.
+
+    Sums, not means: the division is a factor of what is done with them, where a mean takes seven calls to the kernels.
+    """
+    rows, dims = by_output(widened(weight), groups)
+    return rows.sum(dims, keepdim=True)
+
+
+def _made(weight: Tensor, scale: Tensor | None, groups: int | None, sums: Tensor | None) -> Tensor:
+    """Make the weight in one pass over it; centred if there are sums."""
+    rows, dims = by_output(weight, groups)
+    if scale is not None:
+        scale = _along(scale, rows, dims)
+    if sums is None:
+        made = rows if scale is None else rows * scale
+    elif scale is None:
+        made = torch.sub(rows, sums, alpha=sums.numel() / rows.numel())
+    else:
+        made = torch.addcmul(sums * (-sums.numel() / rows.numel()) * scale, rows, scale)
+    return made if groups is None else made.flatten(0, 1)
+
+
+def _along(scale: Tensor, rows: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Shape one number per output channel to broadcast against the weight's view."""
+    if scale.numel() == 1:
+        return scale
+    return scale.reshape([1 if d in dims else size for d, size in enumerate(rows.shape)])
+
+
+def _inverse_deviation(weight: Tensor, eps: float, groups: int | None) -> Tensor:
+    rows, dims = by_output(effective_weight(weight, None, groups, centred=True), groups)
+    norm = torch.linalg.vector_norm(rows, dim=dims)  # five times as fast as var_mean on a CPU
+    return torch.rsqrt(norm.square() * (norm.numel() / rows.numel()) + eps).flatten()
+
+
+class _InverseDeviation(torch.autograd.Function):
+    """Saves the weight alone; differentiable twice."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, eps: float, groups: int | None) -> Tensor:
+        inverse = _inverse_deviation(weight, eps, groups)
+        ctx.groups = groups
+        ctx.save_for_backward(weight, inverse)
+        return inverse
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        weight, inverse = ctx.saved_tensors
+        factor = inverse**3 * grad * (-inverse.numel() / weight.numel())
+        return effective_weight(weight, factor, ctx.groups, centred=True).to(weight.dtype), None, None
+
+
+# -- the linear map with that weight -----------------------------------------------------------------------------
+
+
+def apply_map(
+    x: Tensor, weight: Tensor, bias: Tensor | None, op: Op, scale: Tensor | None = None, *, centred: bool = False
+) -> Tensor:
+    """Apply ``op`` with ``scale * W`` or ``scale * (W - mean W)``; saves no more for backward than a plain layer.
+
+    Args:
+        x: The input; a convolution's has a batch dimension.
+        weight: The layer's parameter.
+        bias: Added after, untouched by ``scale``.
+        op: The linear map.
+        scale: One number, or one per output channel; None for 1. It may depend on parameters.
+        centred: Whether each output channel's mean is subtracted from its weights.
+    """
+    x = _cast_input(x, weight)
+    if _wants_plain_expression() or torch.compiler.is_compiling():
+        make = functools.partial(effective_weight, groups=op.weight_groups, centred=centred)
+        return _call(x, _recomputed(make, weight, scale), bias, op)
+    return _ApplyMap.apply(x, weight, bias, scale, op, centred)
+
+
+def _recomputed(make: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
+    """Compute ``make(*tensors)``; in a compiled graph, let the backward pass compute it again.
+
+    Without the checkpoint the partitioner saves the result for backward.
+    """
+    if torch.is_grad_enabled() and torch.compiler.is_compiling() and not _wants_plain_expression():
+        return checkpoint(make, *tensors, use_reentrant=False, preserve_rng_state=False)
+    return make(*tensors)
+
+
+class _ApplyMap(torch.autograd.Function):
+    """Saves x, the parameters and the sums; makes the weight again in backward. Differentiable twice."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, op: Op, centred: bool
+    ) -> Tensor:
+        sums = _sums(weight, op.weight_groups) if centred else None
+        _, needs_weight, _, needs_scale, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(x if needs_weight or needs_scale else None, weight, scale, sums)
+        ctx.op, ctx.centred, ctx.x_shape = op, centred, x.shape
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return _call(x, _made(weight, scale, op.weight_groups, sums), bias, op)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
+        x, weight, scale, sums = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias, needs_scale, *_ = ctx.needs_input_grad
+        op: Op = ctx.op
+        twice = torch.is_grad_enabled()  # create_graph: the made weight is part of the graph
+        made = weight
+        if twice:
+            made = effective_weight(weight, scale, op.weight_groups, ctx.centred)
+        elif needs_x:
+            made = _made(weight, scale, op.weight_groups, sums)
+        mask = (needs_x, needs_weight or needs_scale, needs_bias)
+        grad_x, grad_made, grad_bias = op.backward(grad, x, ctx.x_shape, made.to(grad.dtype), mask)
+        grad_weight = grad_scale = None
+        if grad_made is not None and twice:
+            wanted = [t for t, needed in ((weight, needs_weight), (scale, needs_scale)) if needed]
+            grads = torch.autograd.grad(made, wanted, grad_made.to(made.dtype), create_graph=True)
+            grad_weight, grad_scale = grads[0], grads[-1]
+        elif grad_made is not None:
+            grad_weight, grad_scale = _made_backward(grad_made, weight, scale, op.weight_groups, ctx.centred)
+        if grad_bias is not None:
+            grad_bias = grad_bias.to(ctx.bias_dtype)
+        grad_weight = grad_weight if needs_weight else None
+        return grad_x, grad_weight, grad_bias, grad_scale if needs_scale else None, None, None
+
+
+def _made_backward(
+    grad: Tensor, weight: Tensor, scale: Tensor | None, groups: int | None, centred: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Compute the gradients of weight and scale from that of the made weight, which is overwritten."""
+    rows, dims = by_output(grad.to(widened(weight).dtype), groups)
+    if centred:  # the adjoint of centring is centring: it is a projection
+        sums = rows.sum(dims, keepdim=True)
+        rows.sub_(sums, alpha=sums.numel() / rows.numel())
+    grad_scale = None
+    if scale is not None:
+        grad_scale = _inner(rows, by_output(widened(weight), groups)[0], dims, scale)
+        rows.mul_(_along(scale, rows, dims))
+    return rows.reshape(weight.shape).to(weight.dtype), grad_scale
+
+
+def _inner(grad: Tensor, weight: Tensor, dims: tuple[int, ...], scale: Tensor) -> Tensor:
+    """The scale's gradient, <dL/dW_made, W>: where the gradient is centred, W need not be."""
+    if scale.numel() > 1:
+        inner = (grad * weight).sum(dims)
+    else:
+        if grad.stride() == weight.stride():  # in the order of memory: to flatten channels-last kernels copies them
+            grad, weight = _in_memory_order(grad), _in_memory_order(weight)
+        inner = torch.dot(grad.reshape(-1), weight.reshape(-1))
+    return inner.reshape(scale.shape).to(scale.dtype)
+
+
+def _in_memory_order(weight: Tensor) -> Tensor:
+    channels_last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
+    return weight.permute(0, 2, 3, 1) if channels_last else weight
+
+
+def _call(x: Tensor, weight: Tensor, bias: Tensor | None, op: Op) -> Tensor:
+    """Apply the map with weight and bias in the input's type."""
+    return op(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
+def _cast_input(x: Tensor, weight: Tensor) -> Tensor:
+    """The input as autocast would have it: aten's convolution is on no autocast list, so the cast is ours.
+
+    It comes first, so that the narrow tensor is the one that is saved.
+    """
+    dtype = autocast_dtype(x)
+    if dtype is not None and x.is_floating_point() and x.dtype != torch.float64:
+        return x.to(dtype)
+    if x.dtype != weight.dtype:
+        raise RuntimeError(f"input type {x.dtype} and weight type {weight.dtype} should be the same")
+    return x
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """The type autocast would run a convolution of ``x`` in, or None where it is off."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
+
+
+def _wants_plain_expression() -> bool:
+    """Whether an autograd function is out of place: exporting, functorch, dual numbers (it has no jvp)."""
+    is_exporting = getattr(torch.compiler, "is_exporting", None)  # from torch 2.7 on
+    return (
+        (is_exporting is not None and is_exporting())
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )

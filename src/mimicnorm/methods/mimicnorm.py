@@ -1,0 +1,99 @@
+"""The paper's method, its two ablations, no norm at all, and the BatchNorm baseline."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from mimicnorm.arguments import positive_int
+from mimicnorm.methods.base import Method
+from mimicnorm.methods.edits import LayerEdit
+
+Residual = Literal["sqrt", "linear"] | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Paper(Method):
+    """The fields of the paper's method and its ablations."""
+
+    residual: Residual = None
+    min_fan_in: int = 50  # pyrefly: ignore
+    last_norm: bool = False  # pyrefly: ignore
+
+    def __post_init__(self) -> None:
+        if self.residual not in ("sqrt", "linear", None):
+            self._refuse("residual", '"sqrt", "linear" or None')
+        if not isinstance(self.last_norm, bool):
+            self._refuse("last_norm", "True or False")
+        positive_int(self.min_fan_in, f"{type(self).__name__}: min_fan_in")
+
+    def branch_scale(self, v: float, /) -> float | None:
+        if self.residual is None:
+            return None
+        return v**-0.5 if self.residual == "sqrt" else 1.0 / v
+
+    @property
+    def scale_rule(self) -> str:
+        return {"sqrt": "1/sqrt(v)", "linear": "1/v", None: ""}[self.residual]
+
+    def keeps(self, layer: LayerEdit) -> str:
+        why = super().keeps(layer)
+        if not why and layer.depthwise:
+            return "depthwise"
+        if not why and layer.fan_in <= self.min_fan_in:
+            return f"fan-in of at most {self.min_fan_in}"
+        return why
+
+
+@dataclass(frozen=True, kw_only=True)
+class MimicNorm(_Paper):
+    """The paper's method: centred weights, one scalar per residual branch, one affine-free BatchNorm on the logits.
+
+    Args:
+        residual: Initial value of the scalar that ends a residual branch. "sqrt" is 1/sqrt(v) (the paper), "linear"
+            is 1/v, None is no scalar. v is the variance predicted there: l in the l-th block of a ResNet.
+        min_fan_in: Layers with this fan-in or less are not centred: a mean over so few weights removes too much.
+            The authors use 50, which leaves out a first 3x3 layer on RGB (fan-in 27).
+        last_norm: Put the last BN on the logits.
+
+    Example:
+        >>> MimicNorm(residual="linear").name
+        'mimicnorm'
+    """
+
+    name = "mimicnorm"
+    weights = "centre"
+    residual: Residual = "sqrt"
+    last_norm: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightMean(_Paper):
+    """MimicNorm without its last BN: the paper's first ablation. Fields as for ``MimicNorm``."""
+
+    name = "weight-mean"
+    weights = "centre"
+    residual: Residual = "sqrt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LastBN(_Paper):
+    """No norm except the last BN on the logits: the paper's second ablation. Fields as for ``MimicNorm``."""
+
+    name = "last-bn"
+    last_norm: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoNorm(_Paper):
+    """BatchNorm is removed and nothing replaces it. Fields as for ``MimicNorm``."""
+
+    name = "nonorm"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BatchNorm(Method):
+    """The network as it is: the baseline of every comparison. It has no settings."""
+
+    name = "batchnorm"
+    removes_norm = False

@@ -1,0 +1,157 @@
+"""Whether a BatchNorm's beta can become its layer's bias, and its residual scalar go into its layers' weights.
+
+If not, the BatchNorm becomes a ``Shift`` or a ``Scale``. Both are always right, but a ``Scale`` saves its input for
+backward.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from mimicnorm.methods.base import Method, NormFacts
+from mimicnorm.methods.edits import LayerEdit
+from mimicnorm.surgery import flow, probe
+from mimicnorm.surgery.graph import Graph, Node
+from mimicnorm.surgery.ops import Kind
+from mimicnorm.surgery.roles import Roles
+
+_LINEAR = (Kind.VIEW, Kind.PAD, Kind.DROPOUT, Kind.CONCAT)
+_LINEAR_POOLS = ("mean", "avg_pool1d", "avg_pool2d", "avg_pool3d")
+_LINEAR_POOLS += ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
+
+
+class Folder:
+    """Looks at each BatchNorm and its layers.
+
+    Args:
+        graph: The network.
+        modules: Its modules, by name.
+        norms: The names of the BatchNorms to be taken out.
+        roles: The layers of each.
+        layers: What is planned for them.
+        probes: What each layer allows.
+        method: Knows which layers take a scalar.
+    """
+
+    def __init__(
+        self,
+        graph: Graph,
+        modules: Mapping[str, nn.Module],
+        norms: Collection[str],
+        roles: Roles,
+        layers: Mapping[str, LayerEdit],
+        probes: Mapping[str, probe.LayerProbe],
+        method: Method,
+    ):
+        self.graph, self.modules, self.norms = graph, modules, norms
+        self.roles, self.layers, self.probes, self.method = roles, layers, probes, method
+        self.uses: Counter[str] = flow.uses(graph)
+
+    def facts(self, name: str, positions: int) -> NormFacts:
+        """Return what is possible for a BatchNorm that has so many values per sample and channel."""
+        module, calls = self.modules[name], self.graph.calls(name)
+        facts = NormFacts(
+            channels=probe.channels(module),
+            positions=positions,
+            has_beta=getattr(module, "bias", None) is not None,
+            before_activation=any(flow.reaches_activation(c) for c in calls),
+            scale_into=self._scale_into(name, calls),
+            obstacle=f"before {', '.join(self.roles.of_norm(name)[1][:3]) or 'no layer'}",
+        )
+        if not calls:
+            return replace(facts, obstacle="never called on the example")
+        return self._after_layers(name, calls, facts) if name in self.roles.owned else facts
+
+    def _after_layers(self, name: str, calls: list[Node], facts: NormFacts) -> NormFacts:
+        """Add what the layers before a BatchNorm can take up."""
+        owned, (_, owners) = self.roles.owned[name], self.roles.of_norm(name)
+        layer = owners[0]
+        read_once = all(flow.read_once(o) and not o.tapped for o in owned)
+        # Layer and BatchNorm meet in every call of either, and in nothing else: they may be used as one.
+        paired = len(owners) == 1 and self.uses[layer] == len(calls) == len(set(owned))
+        sibling = self._unused_sibling(name)
+        alone = paired and read_once and uses_are_calls(self.graph, layer) and sibling is None
+        direct = all(c.inputs[0] is o for c, o in zip(calls, owned, strict=True))
+        takes_beta = alone and direct and self._takes_beta(name, layer, owned[0])
+        obstacle = "beta cannot become its layer's bias" if alone else "its layer is also used without it"
+        if not facts.has_beta:
+            obstacle = "between it and its layer is a view, which an in-place activation must not write into"
+        if sibling is not None:
+            obstacle = f"{sibling} did not run and may share its layer"
+        if not read_once:
+            obstacle = "its layer's output is read more than once"
+        if any(o.tapped for o in owned):
+            obstacle = "a hook or an attribute may keep its layer's output"
+        return replace(
+            facts,
+            removable=direct and read_once,
+            beta_into=layer if takes_beta else None,
+            obstacle=obstacle,
+        )
+
+    def _scale_into(self, name: str, calls: list[Node]) -> tuple[str, ...]:
+        """Return the layers whose weights can take the scalar of a BatchNorm; empty if one of them cannot.
+
+        They make its input by linear operations (views, concats, average pooling), and nothing else reads them.
+        """
+        on_the_way, front = set(calls), [c.inputs[0] for c in calls]
+        producers: list[Node] = []
+        while front:
+            node = front.pop()
+            if node in on_the_way:
+                continue
+            on_the_way.add(node)
+            if node.kind is Kind.LAYER:
+                producers.append(node)
+            elif node.kind in _LINEAR or node.op in _LINEAR_POOLS:
+                front += node.inputs
+            else:
+                return ()
+        before = on_the_way.difference(calls)
+        if any(n.tapped or n.is_output or not on_the_way.issuperset(n.users) for n in before):
+            return ()
+        names = dict.fromkeys(n.layer for n in sorted(producers, key=lambda n: n.index))
+        if self._unused_sibling(name) is not None or any(not self._takes_scale(n, producers) for n in names):
+            return ()
+        return tuple(n for n in names if n is not None)
+
+    def _takes_scale(self, name: str | None, producers: list[Node]) -> bool:
+        if name is None or name in self.roles.heads or name in self.roles.gates:
+            return False
+        calls, module = self.graph.calls(name), self.modules[name]
+        edit = self.layers.get(name)
+        action = edit.action if edit is not None else "keep"
+        probed = self.probes[name] if name in self.probes else probe.layer(module, calls[0].inputs[0].shape)
+        takes = probed.follows if action == "keep" else probed.scales
+        takes = takes and (action == "standardise" or self.method.branch_factor == 1.0)
+        takes = takes and (edit is None or edit.scale is None) and isinstance(module._parameters.get("weight"), Tensor)
+        return takes and set(calls) <= set(producers) and uses_are_calls(self.graph, name)
+
+    def _unused_sibling(self, name: str) -> str | None:
+        """A BatchNorm beside this one, of its width, that did not run: another domain's norm of the same layer, say."""
+        parent, width = name.rpartition(".")[0], probe.channels(self.modules[name])
+        unused = (n for n in self.norms if not self.uses[n] and n.rpartition(".")[0] == parent)
+        return next((n for n in unused if probe.channels(self.modules[n]) == width), None)
+
+    def _takes_beta(self, name: str, layer: str, call: Node) -> bool:
+        """Tell whether a BatchNorm's beta can become (or join) the bias of the layer directly before it."""
+        beta, module = getattr(self.modules[name], "bias", None), self.modules[layer]
+        channels = 1 if call.op.startswith("conv") else len(call.shape) - 1  # where the layer puts its outputs
+        weight: Any = module.weight
+        if beta is None or channels != 1 or beta.shape != call.shape[1:2] or beta.dtype != weight.dtype:
+            return False
+        bias = getattr(module, "bias", None)
+        if bias is None or not self.probes[layer].takes_bias:
+            return self.probes[layer].takes_bias
+        shared = sum(p is bias for m in self.modules.values() for p in m._parameters.values()) > 1
+        return bias.requires_grad == beta.requires_grad and not shared  # else one would be frozen or trained by another
+
+
+def uses_are_calls(graph: Graph, layer: str) -> bool:
+    """Tell whether every use of a layer's weight is a call of the layer."""
+    return all(call.inside_module for call in graph.calls(layer))
