@@ -231,6 +231,7 @@ def _loss_of_whole(run: Run, scope: LossScope, targets: Any) -> tuple[Tensor, An
 
     if trains:
         of_logits = _through_heads(first, normed)
+        del normed, scaled  # their memory is needed now
         with ranks.all_or_none(run.device, _ADDED):
             graph_pass(run, roots, first.heads, of_logits)
     return value, run.structure(whole)
