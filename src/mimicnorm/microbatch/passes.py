@@ -201,6 +201,7 @@ def graph_pass(
             if chosen:
                 with full_precision(run.device):
                     torch.autograd.backward([t for t, _ in chosen], [grad for _, grad in chosen])
+            del chosen  # the next micro-batch needs the memory
         replays.append(replay)
     if run.starts:
         end.restore()
