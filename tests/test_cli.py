@@ -139,6 +139,17 @@ def test_the_version(capsys):
     assert capsys.readouterr().out == f"mimicnorm {project['version']}\n"
 
 
+MISTYPED = (
+    ["compaer"],
+    ["convert", "resnet81"],
+    ["convert", "resnet18", "--method", "mimik"],
+    ["memory", "resnet18", "--methods", "batchnorm, mimik"],
+    ["theory", "doctor", "resnet81"],
+    ["compare", "--methods", "mimik+residual=linear:2"],
+    ["train", "digits-resnet10", "--model", "resnet81"],
+)
+
+
 def test_help_and_mistyped_names_do_not_wait_for_torch():
     code = (
         "import sys\nfrom mimicnorm.cli import main\nfrom mimicnorm.cli.verbs import VERBS\n"
@@ -146,13 +157,15 @@ def test_help_and_mistyped_names_do_not_wait_for_torch():
         "    try: return main(words)\n"
         "    except SystemExit as exit: return exit.code\n"
         "assert run('--help') == 0 and 'tyro' not in sys.modules\n"
-        "assert run('compaer') == run('convert', 'resnet81') == 2\n"
+        f"assert all(run(*words) == 2 for words in {MISTYPED!r})\n"
         "assert all(run(verb, '--help') == 0 for verb in VERBS)\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert "Near ones: resnet18" in done.stderr
+    for line, words in zip(done.stderr.splitlines(), MISTYPED, strict=True):
+        assert f"{words[-1]!r}" in line or "mimik" in line
+        assert "Near ones: " in line
 
 
 def test_dir_shows_public_names_only():

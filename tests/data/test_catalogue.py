@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tomllib
 from pathlib import Path
 
 import parquet_files
@@ -162,6 +163,12 @@ def test_a_missing_package_is_named_with_the_extra(module, name, package, tmp_pa
         DataError, match=rf"{package}.* is not installed\. Install it with: pip install 'mimicnorm\[data\]'"
     ):
         data.load(name, data_dir=None if name == "mnist" else tmp_path)
+
+
+def test_readers_that_execute_code_from_files_are_not_accepted():
+    """CVE-2023-47248 (pyarrow before 14.0.1), CVE-2023-50447 and CVE-2024-28219 (pillow before 10.3)."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert {"pyarrow>=14.0.1", "pillow>=10.3"} <= set(project["optional-dependencies"]["data"])
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.nn import Parameter
 
 from mimicnorm.layers import (
     LastNorm,
@@ -15,7 +14,6 @@ from mimicnorm.layers import (
     centre_,
     fixup_,
     last_norm_,
-    scale_output_,
     scale_weight_,
 )
 
@@ -61,22 +59,3 @@ def test_a_layer_that_was_derived_twice_is_pickled():
     assert isinstance(twin, WeightMeanLinear)
     x = torch.randn(5, 3)
     torch.testing.assert_close(twin(x), head(x))
-
-
-def test_a_layer_between_fixups_scalars():
-    plain = nn.Conv2d(3, 4, 3, padding=1)
-    layer = fixup_(copy.deepcopy(plain), Parameter(torch.tensor([0.5])), Parameter(torch.tensor([2.0])))
-    x = torch.randn(2, 3, 5, 5)
-    torch.testing.assert_close(layer(x), 2 * plain(x + 0.5))
-    assert isinstance(layer, nn.Conv2d)
-    torch.testing.assert_close(pickle.loads(pickle.dumps(layer))(x), layer(x))
-    assert list(layer.state_dict()) == ["weight", "bias", "input_bias", "residual_scale"]
-
-
-def test_a_scaled_output():
-    plain = nn.Conv2d(2, 2, 1)
-    layer = copy.deepcopy(plain)
-    assert scale_output_(layer, nn.Parameter(torch.tensor([0.5]))) is layer
-    x = torch.randn(1, 2, 3, 3)
-    torch.testing.assert_close(layer(x), 0.5 * plain(x))
-    assert isinstance(copy.deepcopy(layer), nn.Conv2d)

@@ -19,6 +19,7 @@ from mimicnorm.layers import (
     Standardisation,
     WeightMeanLinear,
     centre_,
+    fixup_,
     scale_weight_,
     standardise_,
     standardised_class,
@@ -49,7 +50,6 @@ class ForeignLinear(nn.Module):
 
 LAYERS = {
     "conv1d": (lambda: nn.Conv1d(4, 6, 3), (2, 4, 7)),
-    "conv1d same, even": (lambda: nn.Conv1d(4, 6, 4, padding="same", dilation=2), (2, 4, 9)),
     "conv1d same, uneven": (lambda: nn.Conv1d(4, 6, 4, padding="same"), (2, 4, 9)),
     "conv2d": (lambda: nn.Conv2d(4, 6, 3, padding=1, stride=2), (2, 4, 5, 5)),
     "grouped": (lambda: nn.Conv2d(4, 6, 3, groups=2, bias=False), (2, 4, 5, 5)),
@@ -344,6 +344,16 @@ def test_the_bias_is_scaled_on_request():
     x = torch.randn(2, 3)
     torch.testing.assert_close(layer(x), 0.5 * plain(x))
     torch.testing.assert_close(copy.deepcopy(layer)(x), layer(x))
+
+
+def test_a_layer_with_fixups_scalars():
+    plain = nn.Conv2d(3, 4, 3, padding=1)
+    layer = fixup_(copy.deepcopy(plain), nn.Parameter(torch.tensor([0.5])), nn.Parameter(torch.tensor([2.0])))
+    x = torch.randn(2, 3, 5, 5)
+    torch.testing.assert_close(layer(x), 2 * plain(x + 0.5))
+    torch.testing.assert_close(pickle.loads(pickle.dumps(layer))(x), layer(x))
+    torch.testing.assert_close(fixup_(copy.deepcopy(plain), None)(x), plain(x))
+    assert list(layer.state_dict()) == ["weight", "bias", "input_bias", "residual_scale"]
 
 
 # -- standardised weights ----------------------------------------------------------------------------------------

@@ -1,8 +1,10 @@
 import json
 
+import pytest
 import torch
 from torch import nn
 
+from mimicnorm.errors import MemoryPredictionError
 from mimicnorm.memory import Analysis, Moment, measure
 from mimicnorm.memory.analysis import as_text
 
@@ -18,6 +20,12 @@ def test_modules_sum_to_the_whole_at_every_depth():
     for depth in (None, 1, 2, 3):
         assert sum(analysis.by_module(depth).values()) == analysis.saved_bytes
     assert analysis.by_module(1)["1"] == sum(v for k, v in analysis.by_module().items() if k.startswith("1."))
+    assert analysis.by_module(0) == {"(model)": analysis.saved_bytes}
+    for attempt, wrong in ((analysis.by_module, -1), (analysis.by_module, "1"), (analysis.module_table, 1.5)):
+        with pytest.raises(MemoryPredictionError, match=r"depth=.*: use a whole number of at least 0"):
+            attempt(wrong)
+    with pytest.raises(MemoryPredictionError, match="rows=-1: use a whole number of at least 0"):
+        analysis.module_table(rows=-1)
 
 
 def test_what_the_model_itself_saves_is_named():

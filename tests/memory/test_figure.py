@@ -1,12 +1,10 @@
-import sys
-
 import matplotlib.colors
 import matplotlib.image
 import numpy
 import pytest
 from torch import nn
 
-from mimicnorm.errors import MemoryPredictionError
+from mimicnorm.errors import PictureError
 from mimicnorm.memory import measure, plot
 from mimicnorm.memory.figure import _COLOURS
 
@@ -40,13 +38,6 @@ def test_several_analyses_stand_side_by_side_on_one_scale(tmp_path):
     assert pixels(tmp_path / "two.png", "activations") < 1.4 * pixels(tmp_path / "one.png", "activations")
 
 
-def test_a_picture_that_cannot_be_written_is_an_error_of_this_package(tmp_path, monkeypatch):
-    found = measure(mlp(1), (2, 64))
-    with pytest.raises(MemoryPredictionError, match="there is no directory"):
-        plot(found, tmp_path / "no" / "x.png")
-    (tmp_path / "x.png").mkdir()
-    with pytest.raises(MemoryPredictionError, match=r"cannot write .*x\.png"):
-        plot(found, tmp_path / "x.png")
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(MemoryPredictionError, match=r"pip install 'mimicnorm\[plot\]'"):
-        plot(found, tmp_path / "y.png")
+def test_a_picture_that_cannot_be_written_is_an_error(tmp_path):
+    with pytest.raises(PictureError, match="there is no directory"):
+        plot(measure(mlp(1), (2, 64)), tmp_path / "no" / "x.png")

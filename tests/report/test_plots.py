@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import pytest
@@ -39,7 +40,7 @@ def test_curves_have_the_numbers_of_the_json():
      ((0.05, 2.0), "log"), ((1e-6, 1e6), "log")],
 )  # fmt: skip
 def test_scales_and_ticks(values, scale):
-    history = [{"epoch": epoch, "loss": value} for epoch, value in enumerate(values, 1)]
+    history = [{"epoch": epoch, "loss": value} for epoch, value in enumerate((*values, None, math.inf), 1)]
     method = {"label": "a", "runs": [{"history": history, "status": "done"}]}
     _, axis = drawn(lambda axis: curves(axis, [method], "loss"))
     assert axis.get_yscale() == scale

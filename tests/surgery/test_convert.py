@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mimicnorm.errors import CheckError, InitError, MimicNormError, RefusedError
 from mimicnorm.layers import LastNorm, LastNormed, Shift, WeightMean
-from mimicnorm.methods import BatchNorm, LastBN, MimicNorm, NoNorm
+from mimicnorm.methods import BatchNorm, LastBN, MimicNorm, NoNorm, ScaledWS
 from mimicnorm.surgery.convert import check, convert, convert_, init_
 
 SMALL = MimicNorm(min_fan_in=8)
@@ -166,7 +166,7 @@ class Stumbles(nn.Module):
     [
         (ReadsItsNorm, {}, "does not run any more.*where="),
         (Stumbles, {"init": "calibrate"}, "while calibrating"),
-        (nets.plain, {"init": "calibrate", "example": torch.zeros(2, 6, 8, 8)}, "cannot calibrate 0"),
+        (nets.plain, {"init": "calibrate", "example": torch.full((2, 6, 8, 8), torch.nan)}, "cannot calibrate 0"),
         (nets.plain, {"head": "nowhere"}, "names no module"),
     ],
 )
@@ -310,3 +310,28 @@ def test_trains_after_compiling_whole():
     F.cross_entropy(compiled(x), target).backward()
     for (name, a), b in zip(model.named_parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+class NormedConv(nn.Conv2d):
+    """A layer that holds its BatchNorm."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.norm = nn.BatchNorm2d(self.out_channels)
+
+    def forward(self, x):
+        return self.norm(super().forward(x)).relu()
+
+
+@pytest.mark.parametrize("method", [MimicNorm(min_fan_in=3, last_norm=False), NoNorm(), ScaledWS()], ids=str)
+def test_a_root_that_is_a_layer_and_holds_its_norm_converts_like_a_child(method):
+    x = torch.randn(4, 8, 6, 6)
+    root = NormedConv(8, 16, 3)
+    child = nn.Sequential(copy.deepcopy(root))
+    reports = [convert_(m, method, example=x, init=None) for m in (root, child)]
+    check(root)
+    torch.testing.assert_close(root(x), child(x))
+    keys = [{k.removeprefix("0."): v.removeprefix("0.") for k, v in r.moved_parameters.items()} for r in reports]
+    assert keys[0] == keys[1]
+    assert set(root.state_dict()) == {k.removeprefix("0.") for k in child.state_dict()}
+    invariants.no_sample_sees_another(root, x)

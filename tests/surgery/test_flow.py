@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import mimicnorm as mn
 from mimicnorm.surgery import flow
 from mimicnorm.surgery.ops import Kind
 from mimicnorm.surgery.record import record
@@ -120,6 +121,26 @@ def test_nested_sums_with_one_reader_are_one():
     s = single_sum(lambda c, n, x: n[0](c[0](x)) + n[1](c[1](x)) + x)
     assert len(s.operands) == 3
     assert s.carrier.kind is Kind.INPUT
+
+
+def test_more_nested_sums_than_python_has_stack_for():
+    def run(c, n, x):
+        total = n[0](c[0](x))
+        for _ in range(1200):
+            total = total + x
+        return total
+
+    s = single_sum(run)
+    assert len(s.operands) == 1201
+    assert ends(s) == ["n.0"]
+    planned = mn.plan(Net(run), mn.MimicNorm(last_norm=False), example=(2, 8, 4, 4))
+    assert planned.ok
+
+
+def test_an_addition_that_spreads_over_positions_is_a_shift():
+    g = graph(lambda c, n, x: n[0](c[0](x)) + c[1](x).mean((2, 3), keepdim=True))
+    assert not flow.sums(g)
+    assert [n.norm for n in g.outputs[0].inputs] == ["n.0", None]
 
 
 def test_inplace_and_scaled_sums():

@@ -189,6 +189,19 @@ def test_calibrate_redraws_what_no_factor_can_mend():
     assert model.blocks[1].conv1.weight.std() > 0
 
 
+def test_calibrate_leaves_layers_without_a_signal_to_the_theory():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 4))
+    report = convert_(model, MimicNorm(), example=torch.zeros(8, 64), init="calibrate")
+    (step,) = report.layers
+    assert model[0].weight.std().item() == pytest.approx(step.gain / step.fan_in**0.5, rel=0.05)
+    assert report.notes == ["the example gives no signal to calibrate '0' with: theirs is the theory's start"]
+    init_(model, "calibrate", example=torch.randn(256, 64))
+    assert variances(model, ["0"], torch.randn(256, 64))["0"] == pytest.approx(1, rel=0.1)
+    with pytest.raises(InitError, match=r"cannot calibrate 0: the variance of its output .8, 64. is nan"):
+        init_(model, "calibrate", example=torch.full((8, 64), torch.nan))
+
+
 def test_calibrate_leaves_flags_statistics_and_other_layers():
     model = nn.Sequential(nets.resnet(), nn.Dropout(0.5)).eval()
     head = model[0].fc.weight.clone()

@@ -327,6 +327,7 @@ def test_prints_as_a_table_and_as_json():
     text = str(p)
     for name in (*norms(p), *layers(p), "fc"):
         assert f"\n{name} " in text
+    assert "v: predicted variance of the input" in text  # the legend of the columns
     assert json.loads(json.dumps(p.as_dict()))["totals"]["batch_norms"] == len(p.norms)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 
 import invariants
+import nets
 import numpy as np
 import pytest
 import torch
@@ -155,11 +156,13 @@ class Fuses(nn.Module):
         self.conv, self.norm, self.fc = nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.Linear(8, 5)
 
     def forward(self, x):
-        if self.training:
-            return self.fc(F.relu(self.norm(self.conv(x))).mean((2, 3)))
-        gain = self.norm.weight / (self.norm.running_var + self.norm.eps).sqrt()
-        y = F.conv2d(x, self.conv.weight * gain[:, None, None, None], self.norm.bias - self.norm.running_mean * gain)
+        y = self.norm(self.conv(x)) if self.training else fused(self.conv, self.norm, x)
         return self.fc(F.relu(y).mean((2, 3)))
+
+
+def fused(conv: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
+    gain = norm.weight / (norm.running_var + norm.eps).sqrt()
+    return F.conv2d(x, conv.weight * gain[:, None, None, None], norm.bias - norm.running_mean * gain)
 
 
 def test_what_happens_in_evaluation_mode_only_is_proved_too():
@@ -324,3 +327,63 @@ def test_a_rehearsal_leaves_no_trace():
     assert torch.equal(random, torch.get_rng_state())
     for (name, one), (_, other) in zip(model.state_dict().items(), before.state_dict().items(), strict=True):
         assert torch.equal(one, other), name
+
+
+# -- how often a network runs ------------------------------------------------------------------------------------
+
+
+class Counted(nn.Module):
+    """Counts the passes that run to their end, on the class: attributes are put back."""
+
+    passes = 0
+
+    def __init__(self, net: nn.Module):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x: Tensor) -> Tensor:
+        output = self.net(x)
+        Counted.passes += 1
+        return output
+
+
+class Halves(nn.Module):
+    """Takes the batch apart and puts it together again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([half.relu() for half in x.chunk(2)])
+
+
+class IdleInTraining(nn.Sequential):
+    """Has a BatchNorm that runs in evaluation mode only."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if not self.training else nn.Sequential(*self[:3], *self[5:])(x)
+
+
+class OnValues(nn.Sequential):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.mean() < 1e9 else x
+
+
+def body(*middle: nn.Module) -> list[nn.Module]:
+    head = (nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.SiLU())
+    return [*head, *middle, nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(512, 5)]
+
+
+PASSES = {
+    "ReLU": (lambda: nets.resnet(), 2),  # recorded, rehearsed
+    "calibrated": (lambda: nn.Sequential(*body()), 3),
+    "a norm that is idle in training": (lambda: IdleInTraining(*body(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))), 4),
+    "samples seem to meet in a module": (lambda: nn.Sequential(*body(Halves())), 4),
+    "values steer": (lambda: OnValues(*body()), 5),  # without a suspect by name, the network itself is tried twice
+}
+
+
+@pytest.mark.parametrize("kind", PASSES)
+def test_how_often_a_network_runs(kind: str):
+    net, most = PASSES[kind]
+    Counted.passes = 0
+    report = mn.convert_(Counted(net()), mn.MimicNorm(min_fan_in=1), example=IMAGE)
+    assert report.init == ("theory" if kind == "ReLU" else "calibrate")
+    assert Counted.passes == most

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-import random
+import contextlib
+import copy
+from collections import OrderedDict
+from types import SimpleNamespace
 
 import nets
 import pytest
@@ -10,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import mimicnorm as mn
 from mimicnorm.errors import ExampleError
 from mimicnorm.surgery.example import call_arguments
 from mimicnorm.surgery.ops import Kind, canonical
@@ -168,53 +172,158 @@ def test_control_flow_on_values_falls_back_to_values():
     assert only(graph_of(lambda m, x: m.b(m.a(torch.from_numpy(x.numpy())) if x.numpy().any() else m.a(x))), layer="b")
 
 
-def test_outputs_of_any_structure():
-    class Result:
-        def __init__(self, a, b):
-            self.a, self.b = a, b
-
-    for wrap in (lambda a, b: (a, [b]), lambda a, b: {"a": a, "b": {"c": b}}, Result):
-        graph = graph_of(lambda m, x, wrap=wrap: wrap(m.a(x), m.b(m.a(x))))
-        assert [n.layer for n in graph.outputs] == ["a", "b"]
+class Result:
+    def __init__(self, a, b):
+        self.a, self.b = a, b
 
 
-class Restless(nn.Module):
-    """Changes everything it can on a forward pass."""
+class Outputs(OrderedDict):
+    """As the outputs of other packages: a dict of a class of its own."""
+
+
+OUTPUTS = {
+    "tuple": lambda a, b: (a, [b]),
+    "dict": lambda a, b: {"a": a, "b": {"c": b}},
+    "object": Result,
+    "subclass of dict": lambda a, b: Outputs(a=a, b=Outputs(c=b)),
+    "namespace": lambda a, b: SimpleNamespace(a=a, b=SimpleNamespace(c=[b])),
+    "nested": lambda a, b: {"a": [SimpleNamespace(a=a)], "b": Result(None, Outputs(b=b))},
+}
+
+
+@pytest.mark.parametrize("wrap", OUTPUTS)
+def test_outputs_of_any_structure(wrap):
+    graph = graph_of(lambda m, x: OUTPUTS[wrap](m.a(x), m.b(m.a(x))))
+    assert [n.layer for n in graph.outputs] == ["a", "b"]
+
+
+def test_an_output_that_holds_itself_and_far_too_much():
+    def run(m, x):
+        result = SimpleNamespace(a=m.a(x), model=m, run=run)
+        result.me, result.far = result, SimpleNamespace(a=SimpleNamespace(a=SimpleNamespace(a=m.b(result.a))))
+        return result
+
+    assert [n.layer for n in graph_of(run).outputs] == ["a"]
+
+
+class OnlyInTraining(nn.Module):
+    """Has a BatchNorm that never runs, and cannot run in evaluation mode."""
+
+    def __init__(self, error: Exception, reads_values: bool):
+        super().__init__()
+        self.conv, self.bn, self.idle = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.BatchNorm2d(4)
+        self.error, self.reads_values = error, reads_values
+
+    def forward(self, x):
+        if not self.training and (not self.reads_values or x.sum() < 1e9):
+            raise self.error
+        return self.bn(self.conv(x))
+
+
+@pytest.mark.parametrize("reads_values", [True, False])
+@pytest.mark.parametrize("error", [ValueError("no evaluation"), RuntimeError("no numpy"), ExampleError("of a model")])
+def test_a_second_recording_that_raises_leaves_the_first(error, reads_values):
+    assert record(OnlyInTraining(error, reads_values), (2, 3, 4, 4)).norms() == {"bn"}
+
+
+class DropsBlocks(nn.Module):
+    """Leaves its block out, in training mode."""
 
     def __init__(self):
         super().__init__()
-        self.conv, self.bn = nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)
-        self.cache, self.calls, self.log = None, 0, {}
+        self.stem, self.block = nn.Conv2d(3, 4, 1), nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
 
     def forward(self, x):
-        self.calls += 1
-        self.cache = self.bn(self.conv(x))
-        self.log["last"] = self.cache
-        self.register_buffer("late", self.cache.mean())
-        random.random()
-        return F.dropout(self.cache, 0.5)
+        x = self.stem(x)
+        return x if self.training else x + self.block(x)
+
+
+def test_norms_that_only_evaluation_mode_shows_are_recorded_there():
+    graph = record(DropsBlocks(), (2, 3, 4, 4))
+    assert graph.norms() == {"block.1"}
+    assert not graph.training
+    assert graph.other_mode is not None
+    assert graph.other_mode.training
+
+
+class Foreign(nn.Module):
+    """A linear layer of another package: a class of its own with a matrix as weight."""
+
+    def __init__(self, i: int, o: int):
+        super().__init__()
+        self.in_channels, self.out_channels = i, o
+        self.weight, self.bias = nn.Parameter(torch.randn(o, i) / i**0.5), nn.Parameter(torch.zeros(o))
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+def test_a_linear_layer_of_any_class_is_one():
+    def model():
+        return nn.Sequential(Foreign(6, 8), nn.BatchNorm1d(8), nn.ReLU(), Foreign(8, 4))
+
+    graph = record(model(), (4, 6))
+    assert [n.layer for n in graph.nodes if n.layer] == ["0", "3"]
+    tied = Functional(lambda m, x: F.linear(m.table(x), m.table.weight))
+    tied.table = nn.Embedding(5, 4)
+    assert not [n for n in record(tied, torch.zeros(2, 3, dtype=torch.long)).nodes if n.layer]
+    for init in ("theory", "calibrate"):
+        report = mn.convert_(model(), mn.MimicNorm(min_fan_in=1), example=torch.randn(8, 6), init=init)
+        assert [(step.name, step.action) for step in report.layers] == [("0", "centre")]
+
+
+def test_all_samples_as_channels_of_one_is_an_instance_norm():
+    def run(m, x):
+        y = m.bn(m.a(x))
+        y = F.batch_norm(y.reshape(1, -1, *y.shape[2:]), None, None, training=True).reshape(y.shape)
+        return m.b(y).mean((2, 3))
+
+    graph = graph_of(run)
+    assert only(graph, kind=Kind.OTHER_NORM).op == "instance_norm"
+    assert not graph.functional_norms
+    mn.plan(Functional(run), mn.NoNorm(), example=(2, 3, 4, 4)).require()
+
+
+def test_a_concat_of_nothing():
+    def run(m, x):
+        y = m.bn(m.a(x))
+        return m.b(torch.cat((y, torch.cat((y[:, :0], y[:, 4:]), 1)), 1)).mean((2, 3))
+
+    mn.plan(Functional(run), mn.NoNorm(), example=(2, 3, 4, 4)).require()
+
+
+@pytest.mark.parametrize("init", ["theory", "calibrate"])
+def test_another_default_device(init):
+    model, example = nets.resnet(), torch.randn(4, 3, 8, 8)
+    model.blocks.append(Functional(lambda m, x: torch.cat([half.relu() for half in x.chunk(2)])))  # tried on values
+    torch.set_default_device("meta")
+    try:
+        report = mn.convert_(model, mn.MimicNorm(min_fan_in=1), example=example, init=init)
+    finally:
+        torch.set_default_device(None)
+    assert all(not p.is_meta for p in model.parameters())
+    assert not [note for note in report.notes if "could not be tried" in note]
+
+
+@pytest.mark.parametrize("reads_values", [True, False])
+@pytest.mark.parametrize("init", ["theory", "calibrate"])
+def test_a_tensor_that_was_made_in_inference_mode(init, reads_values):
+    model = Functional(lambda m, x: (m.bn(m.a(x)) * m.kept).mean((2, 3)) if not reads_values or x.sum() < 1e9 else x)
+    with torch.inference_mode():
+        model.kept = torch.full((4, 1, 1), 2.0)
+    mn.convert_(model, mn.NoNorm(), example=torch.randn(4, 3, 4, 4), init=init)
+    assert model.kept.is_inference()
 
 
 @pytest.mark.parametrize("example", [(2, 3, 4, 4), (2, 5, 4, 4)])
-def test_the_model_and_the_generators_are_left_as_they_were(example):
-    model = Restless()
-    model.bn.eval()
-    state = {k: v.clone() for k, v in model.state_dict().items()}
-    rng, python_rng = torch.get_rng_state(), random.getstate()
-    parameters = [id(p) for p in model.parameters()]
-    if example[1] == 3:
+def test_the_model_is_left_as_it_was(example):
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout())
+    state, random = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    with contextlib.nullcontext() if example[1] == 3 else pytest.raises(ExampleError, match="inside '0'"):
         record(model, example)
-    else:
-        with pytest.raises(ExampleError, match="inside 'conv'"):
-            record(model, example)
-    assert (model.cache, model.calls, model.log) == (None, 0, {})
-    assert model.training
-    assert not model.bn.training
-    assert list(model.state_dict()) == list(state)
     assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
-    assert torch.equal(rng, torch.get_rng_state())
-    assert python_rng == random.getstate()
-    assert parameters == [id(p) for p in model.parameters()]
+    assert torch.equal(random, torch.get_rng_state())
+    assert not any("forward" in m.__dict__ for m in model.modules())
 
 
 def test_a_batch_of_one_records():

@@ -91,12 +91,14 @@ class Spade(nn.Module):
 
 
 @pytest.mark.parametrize("trunk_from_labels", [False, True])
-def test_maps_that_modulate_are_no_branches(trunk_from_labels):
+def test_maps_that_modulate_each_position_are_converted_without_being_modelled(trunk_from_labels):
     example = (torch.randn(IMAGE), torch.randn(4, 2, 16, 16))
-    planned = plan(Spade(trunk_from_labels=trunk_from_labels), SMALL, example=example)
-    assert [step.name for step in planned.layers if step.scale is not None] == ["convs.1"]
-    assert {step.name for step in planned.layers if step.action == "centre"} == {"convs.0", "convs.1"}
-    assert all(step.scale is None for step in planned.norms)
+    model = Spade(trunk_from_labels=trunk_from_labels)
+    report = convert_(model, SMALL, example=example)
+    assert all(n.action != "leave" for n in report.norms)
+    output, other = model(*example), model(example[0], -example[1])
+    assert output.isfinite().all()
+    assert (output - other).abs().max() > 1e-3
 
 
 class TwoStreams(nn.Module):

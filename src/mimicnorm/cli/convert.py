@@ -39,18 +39,16 @@ class Convert:
 
     def run(self) -> None:
         """Plan, measure before and after, print."""
+        from mimicnorm import memory
         from mimicnorm.errors import InitError
-        from mimicnorm.models.lookup import check_spec, find, input_shape
-        from mimicnorm.training.recipes import INITS
-
-        check_spec(self.model)
-        if self.init not in INITS:
-            raise InitError(f"--init {self.init!r} is not known: use one of {', '.join(INITS)}")
-        from mimicnorm import memory  # with torch: after the checks that need none
         from mimicnorm.methods import method
+        from mimicnorm.models.lookup import find, input_shape
         from mimicnorm.surgery.convert import convert
         from mimicnorm.surgery.planning import plan
+        from mimicnorm.training.recipes import INITS
 
+        if self.init not in INITS:
+            raise InitError(f"--init {self.init!r} is not known: use one of {', '.join(INITS)}")
         chosen = method(self.method)
         model = find(self.model, input=self.input, width=self.width, image=self.image)
         shape = input_shape(model, batch=self.batch, image=self.image, shape=self.shape)

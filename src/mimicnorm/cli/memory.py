@@ -25,11 +25,11 @@ class Memory:
     width: float | None = None
     """Multiplies the channels of a network of this package."""
     shape: tuple[int, ...] | None = None
-    """The whole input shape, batch first, for inputs that are no square images."""
-    methods: str | None = None
-    """Methods to compare, separated by commas: those of ``convert --method``. All that the network takes by default."""
-    optimizer: str = "sgd-momentum"
-    """sgd-momentum, sgd, adamw, or none."""
+    """The whole input shape, batch first, for inputs that are not square images."""
+    methods: str = "batchnorm,mimicnorm,nonorm"
+    """Methods to compare, separated by commas: those of ``convert --method``, or ``all``."""
+    optimizer: Literal["sgd-momentum", "sgd", "adamw", "none"] = "sgd-momentum"
+    """Whose state and step to count."""
     budget: str | None = None
     """Memory of the device, e.g. 16GiB: adds the largest batch that fits."""
     device: str = "auto"
@@ -45,34 +45,41 @@ class Memory:
 
     def run(self) -> None:
         """Measure every method and print one table."""
+        import torch
+
         from mimicnorm import memory
         from mimicnorm.cli.console import Console
         from mimicnorm.errors import MemoryPredictionError
-        from mimicnorm.memory.arguments import OPTIMIZERS
-        from mimicnorm.memory.figure import refuse_unwritable
-        from mimicnorm.methods import method
+        from mimicnorm.memory.step import device_type
+        from mimicnorm.methods import METHODS, method
         from mimicnorm.models import find
         from mimicnorm.models.lookup import input_shape
+        from mimicnorm.pictures import require_picture
 
-        chosen = None
-        if self.methods is not None:
-            chosen = [method(name.strip()) for name in self.methods.split(",") if name.strip()]
-            if not chosen:
-                raise MemoryPredictionError("--methods names no method: give some, such as batchnorm,mimicnorm")
-        if self.optimizer not in (*OPTIMIZERS, "none"):
-            known = ", ".join(OPTIMIZERS)
-            raise MemoryPredictionError(f"--optimizer {self.optimizer!r} is not known: give one of {known}, none")
+        names = METHODS if self.methods == "all" else [name.strip() for name in self.methods.split(",")]
+        methods = [method(name) for name in names if name]
+        if not methods:
+            raise MemoryPredictionError("--methods names no method: give some, such as batchnorm,mimicnorm")
         if self.plot is not None:
-            refuse_unwritable(self.plot)
+            require_picture(self.plot)
         budget = memory.parse_bytes(self.budget) if self.budget is not None else None
-        device = _device(self.device)
-        model = find(self.model, input=self.input, width=self.width, image=self.image)
-        if not self.fake:
-            model = _moved(model, device)
-        shape = input_shape(model, batch=self.batch, image=self.image, shape=self.shape)
-        optimizer = None if self.optimizer == "none" else self.optimizer
-        settings = {"optimizer": optimizer, "budget": budget, "fake": self.fake, "device": device}
-        comparison = memory.compare(model, shape, chosen, **settings)  # pyrefly: ignore
+        auto = "cuda" if torch.cuda.is_available() else "cpu"
+        device = device_type(auto if self.device == "auto" else self.device)
+        with Console(stderr=True).status(f"loading {self.model}") as status:
+            model = find(self.model, input=self.input, width=self.width, image=self.image)
+            if not self.fake:
+                model = _moved(model, device)
+            shape = input_shape(model, batch=self.batch, image=self.image, shape=self.shape)
+            comparison = memory.compare(
+                model,
+                shape,
+                methods,
+                optimizer=None if self.optimizer == "none" else self.optimizer,
+                budget=budget,
+                fake=self.fake,
+                device=device,
+                progress=status.update,
+            )
         if self.plot is not None:
             memory.plot(comparison, self.plot)
         if self.json:
@@ -89,25 +96,8 @@ class Memory:
             console.print(f"wrote {self.plot}")
 
 
-def _device(name: str) -> str:
-    """The type of the device that is asked for."""
-    import torch
-
-    from mimicnorm.errors import MemoryPredictionError
-
-    if name == "auto":
-        return "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        kind = torch.device(name).type
-    except RuntimeError as error:
-        raise MemoryPredictionError(f"--device {name!r} is not a device: give cpu, cuda or auto") from error
-    if kind == "meta":
-        raise MemoryPredictionError("--device meta has no memory to predict: give cpu, cuda or auto")
-    return kind
-
-
 def _moved(model: Any, device: str) -> Any:
-    """The model on the device on which the step is to be run for real."""
+    """Return the model on the device on which the step runs for real."""
     from mimicnorm.errors import MemoryPredictionError
 
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from torch import Tensor
 from mimicnorm.data.folder import Folder
 from mimicnorm.data.memory import Memory
 from mimicnorm.data.parquet import KnownSet, read
-from mimicnorm.data.requirements import require
 from mimicnorm.data.source import Augment, Source, subset
 from mimicnorm.errors import DataError, NameNotFoundError
 
@@ -69,6 +68,13 @@ def load(
         raise DataError(f"split must be 'train' or 'test', not {split!r}")
     if augment not in ("standard", "light", "none"):
         raise DataError(f"augment must be standard, light or none, not {augment!r}")
+    try:
+        return _load(name, split, data_dir, limit, augment)
+    except ModuleNotFoundError as error:
+        raise DataError(f"{error.name} is not installed. Install it with: pip install 'mimicnorm[data]'") from error
+
+
+def _load(name: str, split: Split, data_dir: str | Path | None, limit: int | None, augment: Augment) -> Source:
     if name.startswith("folder:"):
         return Folder.open(Path(name.removeprefix("folder:")).expanduser(), split, limit=limit, augment=augment)
     data_dir = data_dir if data_dir is not None else os.environ.get("MIMICNORM_DATA") or None
@@ -102,7 +108,9 @@ def _imagenet(root: Path | None, split: Split, limit: int | None, augment: Augme
 
 def _digits(split: Split, limit: int | None) -> tuple[Tensor, Tensor]:
     """Return one in five images of a class, chosen at random but always the same, for testing; else the others."""
-    data = require("sklearn.datasets").load_digits()
+    from sklearn.datasets import load_digits
+
+    data: Any = load_digits()
     images = torch.from_numpy(data.images * (255 / 16)).round().to(torch.uint8)[:, None]
     labels = torch.from_numpy(data.target).long()
     test = torch.zeros(len(labels), dtype=torch.bool)
@@ -133,10 +141,11 @@ def _local_files(known: KnownSet, split: Split, root: Path) -> list[Path]:
 
 
 def _hub_files(known: KnownSet, split: Split) -> list[Path]:
-    hub = require("huggingface_hub")
+    from huggingface_hub import hf_hub_download
+
     file = f"{known.folder}/{split}-00000-of-00001.parquet"
     try:
-        return [Path(hub.hf_hub_download(known.repository, file, repo_type="dataset"))]
+        return [Path(hf_hub_download(known.repository, file, repo_type="dataset"))]
     except Exception as error:  # the hub's client raises many kinds, for one cause: the file cannot be had
         reason = str(error).strip().partition("\n")[0]
         raise DataError(

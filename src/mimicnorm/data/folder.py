@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, Dataset
 
 from mimicnorm.data.counter import uniforms
 from mimicnorm.data.decode import opened
-from mimicnorm.data.requirements import require
 from mimicnorm.data.source import Augment, Source, spread, subset
 from mimicnorm.errors import DataError
 
@@ -26,34 +25,23 @@ SPLITS = {"train": ("train",), "test": ("val", "validation", "test")}
 TRIES = 10  # at a crop that fits, as is usual
 AREA = {"standard": 0.08, "light": 0.25}  # the smallest crop, as a fraction of the image
 HASHED_FILES = 256  # opened for a fingerprint: a second or two for ImageNet on a slow disk
-
-
-class Files:
-    """Paths below a folder, stored in two tensors.
-
-    Worker processes share the memory of tensors. A list of 1.28 million paths would be copied into each of them.
-    """
-
-    def __init__(self, root: Path, names: Iterable[str]):
-        encoded = [os.fsencode(name) for name in names]
-        self.root = root
-        self.letters = torch.frombuffer(bytearray(b"\0".join(encoded)), dtype=torch.uint8)
-        self.ends = torch.tensor([len(name) + 1 for name in encoded]).cumsum(0)
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    def __getitem__(self, index: int) -> Path:
-        start = int(self.ends[index - 1]) if index else 0
-        name = self.letters[start : int(self.ends[index]) - 1].numpy().tobytes()
-        return self.root / os.fsdecode(name)
+_Request = tuple[Tensor, int, int, float | None]  # indices, seed, epoch, area of the smallest crop
 
 
 @dataclass
 class Folder(Source):
-    """Image files and their labels, numbered by the order of the class folders' names."""
+    """Image files and their labels, numbered by the order of the class folders' names.
 
-    files: Files = field(repr=False)
+    Attributes:
+        root: the folder of the class folders.
+        names: CLASS/FILE of every image as one array of bytes, which worker processes share. A list of 1.28 million
+            paths would be copied into each of them.
+        labels: int64.
+        workers: processes that decode.
+    """
+
+    root: Path
+    names: np.ndarray = field(repr=False)
     labels: Tensor = field(repr=False)
     workers: int = field(default_factory=lambda: min(8, _cores()))
     _idle: DataLoader | None = field(default=None, init=False, repr=False)
@@ -61,7 +49,8 @@ class Folder(Source):
     @classmethod
     def open(cls, path: Path, split: str, *, limit: int | None, augment: Augment, size: int = 224) -> Folder:
         """List the images of a split; nothing is decoded yet."""
-        require("PIL.Image")
+        import PIL.Image  # noqa: F401  # missing packages are noticed before training
+
         if not path.is_dir():
             raise DataError(f"the folder {str(path)!r} does not exist")
         root = next((path / name for name in SPLITS[split] if (path / name).is_dir()), None)
@@ -74,7 +63,8 @@ class Folder(Source):
         return cls(
             *(path.name, len(classes), (3, size, size), "imagenet", augment),
             *((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
-            files=Files(root, (names[i] for i in chosen.tolist())),
+            root=root,
+            names=np.array([os.fsencode(name) for name in names])[chosen.numpy()],
             labels=labels[chosen],
         )
 
@@ -83,10 +73,10 @@ class Folder(Source):
 
     def _content(self) -> Iterator[Tensor | bytes]:
         """Yield all labels and file names (below the class folders) and the bytes of 256 files, evenly spaced."""
-        yield from (self.labels, self.files.letters)
-        for index in spread(len(self), HASHED_FILES).tolist():
+        yield from (self.labels, b"\0".join(self.names.tolist()))
+        for name in self.names[spread(len(self), HASHED_FILES).numpy()]:
             try:
-                yield self.files[index].read_bytes()
+                yield (self.root / os.fsdecode(name)).read_bytes()
             except OSError as error:
                 raise DataError(f"{error.filename} cannot be read: {error.strerror}") from error
 
@@ -94,12 +84,13 @@ class Folder(Source):
         self, indices: Sequence[Tensor], *, seed: int, epoch: int, augment: bool, device: torch.device | str = "cpu"
     ) -> Iterator[tuple[Tensor, Tensor]]:
         area = AREA.get(self.augment) if augment else None
-        requests = [_Request(chosen, seed, epoch, area) for chosen in indices]
+        # All that changes between epochs is in the requests, so that the workers can stay.
+        requests = [(chosen, seed, epoch, area) for chosen in indices]
         loader, self._idle = self._idle, None  # a second iterator at the same time gets workers of its own
         pin = torch.device(device).type == "cuda"
         if loader is None or (loader.num_workers, loader.pin_memory) != (self.workers, pin):
             loader = DataLoader(
-                _Decoder(self.files, self.shape[1]),
+                _Decoder(self.root, self.names, self.shape[1]),
                 batch_size=None,
                 sampler=[],  # filled for each epoch
                 num_workers=self.workers,
@@ -174,20 +165,12 @@ def _decoded(loader: DataLoader, requests: list[_Request]) -> Iterator[Tensor | 
         ) from error
 
 
-class _Request(NamedTuple):
-    """A batch to decode; everything that may change between epochs is in it, so that workers can stay."""
-
-    indices: Tensor
-    seed: int
-    epoch: int
-    area: float | None
-
-
 @dataclass
 class _Decoder(Dataset):
     """Decodes whole batches; for an image that does not decode, the message is returned, to be raised in the caller."""
 
-    files: Files
+    root: Path
+    names: np.ndarray
     size: int
 
     def __getitem__(self, index: _Request) -> Tensor | str:
@@ -202,14 +185,16 @@ class _Decoder(Dataset):
         return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
 
     def _decode(self, index: int, area: float | None, drawn: list[float], target: np.ndarray) -> None:
-        file = self.files[index]
+        from PIL import Image
+
+        file = self.root / os.fsdecode(self.names[index])
         where = f"image {index}, {file}: it"
         with opened(file, where) as encoded:
             if encoded.mode[0] in "IF":  # Pillow would make nearly all of it white
                 raise DataError(f"{where} has more than 8 bits per pixel (mode {encoded.mode}): save it with 8")
             image = encoded.convert("RGB")
         box = centre(image.size) if area is None else random_box(image.size, area, drawn)
-        resized = image.resize((self.size, self.size), require("PIL.Image").Resampling.BILINEAR, box=box)
+        resized = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
         target[...] = np.asarray(resized)[:, ::-1] if area is not None and drawn[-1] < 0.5 else resized
 
 

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from mimicnorm.data.decode import opened
-from mimicnorm.data.requirements import require
 from mimicnorm.data.source import spread, subset
 from mimicnorm.errors import DataError
 
@@ -28,15 +27,9 @@ class KnownSet:
     """A data set that fits in memory, and what its files must hold.
 
     Attributes:
-        name: of the data set.
-        classes: labels must be below.
-        shape: of every image.
-        mean: of each channel.
-        std: of each channel.
         pad: largest random shift, in pixels.
         flip: whether images may be mirrored.
-        repository: on the hub.
-        folder: of the Parquet files in the repository.
+        folder: of the Parquet files in the hub's repository.
         label_columns: accepted names. The first one says by itself what the labels are; under another name every class
             must occur, or the labels may be those of another data set.
     """
@@ -87,24 +80,25 @@ def read(files: Sequence[Path], known: KnownSet, *, limit: int | None) -> tuple[
 
 def _columns(file: Path, known: KnownSet) -> tuple[Any, Any, str]:
     """Return the encoded images and the labels of a file as Arrow arrays, and the name of the second column."""
-    arrow, parquet = require("pyarrow"), require("pyarrow.parquet")
+    import pyarrow as arrow
+    from pyarrow import parquet
+
     try:
-        schema = parquet.read_schema(file)
-        names = []
-        for accepted in (IMAGE_COLUMNS, known.label_columns):
-            present = [name for name in accepted if name in schema.names]
-            if not present:
-                columns = ", ".join(schema.names)
-                raise known.mismatch(file, f"it has no column {' or '.join(accepted)}; its columns are {columns}")
-            names.append(present[0])
-        table = parquet.read_table(file, columns=names)
+        table = parquet.read_table(file)
     except (arrow.ArrowException, OSError) as error:
         raise DataError(f"{file} cannot be read as Parquet: {str(error).partition(chr(10))[0]}") from error
+    names = []
+    for accepted in (IMAGE_COLUMNS, known.label_columns):
+        present = [name for name in accepted if name in table.column_names]
+        if not present:
+            columns = ", ".join(table.column_names)
+            raise known.mismatch(file, f"it has no column {' or '.join(accepted)}; its columns are {columns}")
+        names.append(present[0])
     if not table.num_rows:
         raise DataError(f"{file} has no rows")
     images, labels = (table.column(name).combine_chunks() for name in names)
-    if arrow.types.is_struct(images.type) and images.type.get_field_index("bytes") >= 0:
-        images = arrow.compute.struct_field(images, "bytes")
+    if arrow.types.is_struct(images.type) and (position := images.type.get_field_index("bytes")) >= 0:
+        images = images.flatten()[position]
     if not (arrow.types.is_binary(images.type) or arrow.types.is_large_binary(images.type)):
         raise DataError(f"{file}: column {names[0]} must hold encoded images (bytes), not {images.type}")
     if not arrow.types.is_integer(labels.type):

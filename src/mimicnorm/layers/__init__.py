@@ -1,11 +1,11 @@
 """The operations of the methods: a layer's weight made anew, what stands in a BatchNorm's place, the last BN."""
 
-from mimicnorm.layers.derive import Derived, FixupLayer, ScaledOutput, fixup_, scale_output_
+from mimicnorm.layers.derive import Derived
 from mimicnorm.layers.last_norm import LastNorm, LastNormed, last_norm_
 from mimicnorm.layers.leftovers import FixupScalars, GroupNorm, Remains, Scale, Shift, group_count
+from mimicnorm.layers.linear import LINEAR_CALLS, WEIGHT_LAYERS, Convolution, fan_in, has_own_forward, plain_kind
 from mimicnorm.layers.reweight import (
-    LINEAR_CALLS,
-    WEIGHT_LAYERS,
+    FixupLayer,
     Reweighted,
     ScaledWeight,
     Standardisation,
@@ -19,11 +19,10 @@ from mimicnorm.layers.reweight import (
     WeightMeanConvTranspose3d,
     WeightMeanLinear,
     centre_,
-    has_own_forward,
-    plain_kind,
+    fixup_,
     scale_weight_,
     standardise_,
     standardised_class,
     weight_mean_class,
 )
-from mimicnorm.layers.weight import Convolution, autocast_dtype, centre, fan_in
+from mimicnorm.layers.weight import autocast_dtype, centre

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import Parameter
 
 
@@ -64,45 +64,3 @@ def _blank(mixins: list[type[Derived]], base: type[nn.Module]) -> nn.Module:
     for mixin in reversed(mixins):
         base = derived_class(mixin, base)
     return base.__new__(base)
-
-
-class FixupLayer(Derived):
-    """A layer with a scalar bias before it, and a multiplier behind it where it ends a branch by itself.
-
-    Zhang, Dauphin and Ma (2019), rule 3: where BatchNorm has a beta per channel, Fixup has scalars.
-
-    Attributes:
-        input_bias: Added to the input, shape (1,); None for a layer that reads the network's input.
-        residual_scale: Multiplies the output, shape (1,), or None.
-    """
-
-    input_bias: Parameter | None
-    residual_scale: Parameter | None
-
-    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Add, run the layer, multiply."""
-        if self.input_bias is not None:
-            input = input + self.input_bias.to(input.dtype)
-        y = super().forward(input, *args, **kwargs)  # pyrefly: ignore
-        return y if self.residual_scale is None else y * self.residual_scale.to(y.dtype)
-
-
-def fixup_(layer: nn.Module, input_bias: Parameter | None, residual_scale: Parameter | None = None) -> nn.Module:
-    """Put Fixup's scalars around a layer, in place: the same object, the same parameters."""
-    return derive_(layer, FixupLayer, input_bias=input_bias, residual_scale=residual_scale)
-
-
-class ScaledOutput(Derived):
-    """A layer that ends a residual branch but is not centred: its output times a scalar."""
-
-    residual_scale: Parameter
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the layer, then multiply."""
-        y = super().forward(*args, **kwargs)  # pyrefly: ignore
-        return y * self.residual_scale.to(y.dtype)
-
-
-def scale_output_(layer: nn.Module, residual_scale: Parameter) -> nn.Module:
-    """Let a layer multiply its output by a scalar, in place: the same object, the same parameters."""
-    return derive_(layer, ScaledOutput, residual_scale=residual_scale)

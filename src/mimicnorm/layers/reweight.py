@@ -17,82 +17,19 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from mimicnorm.layers.derive import Derived, derive_, derived_class
-from mimicnorm.layers.weight import Convolution, Matrix, Op, apply_map, effective_weight, inverse_deviation
-
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-WEIGHT_LAYERS = (*CONVOLUTIONS, *TRANSPOSED, nn.Linear)
-
-
-# -- calls that apply a weight -----------------------------------------------------------------------------------
-
-
-@dataclass(eq=False)
-class LinearCall:
-    """One call of ``F.conv*``, ``F.conv_transpose*`` or ``F.linear``.
-
-    Attributes:
-        uneven: Zeros to add after the input, from the last dimension on: ``padding="same"`` with an even kernel.
-    """
-
-    input: Tensor
-    weight: Tensor
-    bias: Tensor | None
-    op: Op
-    uneven: tuple[int, ...] = ()
-
-
-def _conv(input, weight, bias=None, stride=1, padding=0, dilation=1, groups=1) -> LinearCall:
-    n = weight.dim() - 2
-    stride, dilation = _each(stride, n), _each(dilation, n)
-    uneven: tuple[int, ...] = ()
-    if padding == "same":
-        totals = [d * (k - 1) for d, k in zip(dilation, weight.shape[2:], strict=True)]
-        padding = [total // 2 for total in totals]
-        if any(total % 2 for total in totals):
-            uneven = tuple(side for total in reversed(totals) for side in (0, total % 2))
-    padding = _each(0 if padding == "valid" else padding, n)
-    return LinearCall(input, weight, bias, Convolution(stride, padding, dilation, groups), uneven)
-
-
-def _conv_transpose(
-    input, weight, bias=None, stride=1, padding=0, output_padding=0, groups=1, dilation=1
-) -> LinearCall:
-    n = weight.dim() - 2
-    op = Convolution(_each(stride, n), _each(padding, n), _each(dilation, n), groups, True, _each(output_padding, n))
-    return LinearCall(input, weight, bias, op)
-
-
-def _linear(input, weight, bias=None) -> LinearCall:
-    return LinearCall(input, weight, bias, Matrix())
-
-
-def _each(value: Any, n: int) -> tuple[int, ...]:
-    values = (value,) if isinstance(value, int) else tuple(value)
-    return values * n if len(values) == 1 else values
-
-
-LINEAR_CALLS: dict[Any, Any] = {
-    F.linear: _linear,
-    **dict.fromkeys((F.conv1d, F.conv2d, F.conv3d), _conv),
-    **dict.fromkeys((F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d), _conv_transpose),
-}
-"""The functions that apply a weight, each with the parser of its arguments."""
-
-
-def plain_kind(cls: type) -> type | None:
-    """Which of PyTorch's weight layers a class is derived from, or None."""
-    return next((kind for kind in WEIGHT_LAYERS if issubclass(cls, kind)), None)
-
-
-def has_own_forward(cls: type) -> bool:
-    """Whether a class computes something else than PyTorch's weight layer does that it is derived from, if any."""
-    kind = plain_kind(cls)
-    if kind is None:
-        return True
-    names = ("forward", "_conv_forward") if kind in CONVOLUTIONS else ("forward",)
-    return any(getattr(cls, name) is not getattr(kind, name) for name in names)
-
+from mimicnorm.layers.linear import (
+    CONVOLUTIONS,
+    LINEAR_CALLS,
+    TRANSPOSED,
+    Convolution,
+    LinearCall,
+    conv_call,
+    conv_transpose_call,
+    has_own_forward,
+    linear_call,
+    plain_kind,
+)
+from mimicnorm.layers.weight import apply_map, effective_weight, inverse_deviation
 
 # -- the way of any forward to a made weight ---------------------------------------------------------------------
 
@@ -180,7 +117,7 @@ class _Conv(Reweighted):
         padding = self.padding
         if self.padding_mode != "zeros":
             input, padding = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
-        return self.reweighted(_conv(input, weight, bias, self.stride, padding, self.dilation, self.groups))
+        return self.reweighted(conv_call(input, weight, bias, self.stride, padding, self.dilation, self.groups))
 
 
 class _ConvTranspose(_Conv):
@@ -193,12 +130,12 @@ class _ConvTranspose(_Conv):
         shape = (self.stride, self.padding, self.kernel_size, len(self.stride), self.dilation)
         out = self._output_padding(input, output_size, *shape)
         layer = (self.weight, self.bias, self.stride, self.padding, out, self.groups, self.dilation)
-        return self.reweighted(_conv_transpose(input, *layer))
+        return self.reweighted(conv_transpose_call(input, *layer))
 
 
 class _Linear(Reweighted):
     def forward(self, input: Tensor) -> Tensor:
-        return self.reweighted(_linear(input, self.weight, self.bias))
+        return self.reweighted(linear_call(input, self.weight, self.bias))
 
 
 class _Routed(Reweighted):
@@ -296,6 +233,32 @@ def scale_weight_(layer: nn.Module, residual_scale: Parameter, scales_bias: bool
     derive_(layer, ScaledWeight, residual_scale=residual_scale)
     layer.scales_bias = scales_bias  # pyrefly: ignore
     return layer
+
+
+class FixupLayer(ScaledWeight):
+    """A layer with a scalar bias before it, and a multiplier where it ends a branch by itself: ``s * (W (x + a) + b)``.
+
+    Zhang, Dauphin and Ma (2019), rule 3: where BatchNorm has a beta per channel, Fixup has scalars.
+
+    Attributes:
+        input_bias: Added to the input, shape (1,); None for a layer that reads the network's input.
+    """
+
+    input_bias: Tensor | None
+    added_parameters = ("input_bias", "residual_scale")
+    weight_label = "fixup"
+    scales_bias = True
+
+    def forward(self, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Add the bias, then run the layer."""
+        if self.input_bias is not None:
+            input = input + self.input_bias.to(input.dtype)
+        return super().forward(input, *args, **kwargs)  # pyrefly: ignore
+
+
+def fixup_(layer: nn.Module, input_bias: Parameter | None, residual_scale: Parameter | None = None) -> nn.Module:
+    """Give a layer Fixup's scalars, in place: the same object, the same parameters."""
+    return derive_(layer, FixupLayer, input_bias=input_bias, residual_scale=residual_scale)
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,9 +10,7 @@ dual numbers the plain expression runs.
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,79 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
-# -- linear maps -------------------------------------------------------------------------------------------------
-# Dataclasses here have eq=False: Dynamo of torch 2.6 and 2.8 hashes an object before its fields exist.
-
-
-@dataclass(frozen=True, eq=False)
-class Convolution:
-    """The linear map of a convolution, transposed or not, on a batched input."""
-
-    stride: tuple[int, ...]
-    padding: tuple[int, ...]
-    dilation: tuple[int, ...]
-    groups: int = 1
-    transposed: bool = False
-    output_padding: tuple[int, ...] = (0,)
-
-    @property
-    def weight_groups(self) -> int | None:
-        """See ``by_output``."""
-        return self.groups if self.transposed else None
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.convolution(x, weight, bias, *self._settings())
-
-    def backward(
-        self, grad: Tensor, x: Tensor | None, x_shape: torch.Size, weight: Tensor, mask: tuple[bool, bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients for (x, weight, bias), each where ``mask`` asks for it."""
-        if x is None:  # its values are not needed, only its shape
-            x = grad.new_empty(1).expand(x_shape)
-        bias_shape = [grad.shape[1]] if mask[2] else None
-        return torch.ops.aten.convolution_backward.default(grad, x, weight, bias_shape, *self._settings(), list(mask))
-
-    def _settings(self) -> tuple[Any, ...]:
-        output_padding = self.output_padding if self.transposed else (0,) * len(self.stride)
-        return self.stride, self.padding, self.dilation, self.transposed, output_padding, self.groups
-
-
-@dataclass(frozen=True, eq=False)
-class Matrix:
-    """The linear map of ``nn.Linear`` on an input of any rank."""
-
-    weight_groups = None
-
-    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return torch.nn.functional.linear(x, weight, bias)
-
-    def backward(
-        self, grad: Tensor, x: Tensor | None, x_shape: torch.Size, weight: Tensor, mask: tuple[bool, bool, bool]
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Gradients for (x, weight, bias), each where ``mask`` asks for it."""
-        del x_shape
-        rows = grad.reshape(-1, grad.shape[-1])
-        grad_x = grad @ weight if mask[0] else None
-        grad_weight = rows.T @ x.reshape(-1, x.shape[-1]) if mask[1] and x is not None else None
-        return grad_x, grad_weight, rows.sum(0) if mask[2] else None
-
-
-Op = Convolution | Matrix
-
-
-def fan_in(weight: Tensor, groups: int, transposed: bool, stride: tuple[int, ...]) -> int:
-    """Count the inputs that one output sums: for a strided transposed convolution, the most that reach a pixel.
-
-    Example:
-        >>> fan_in(torch.empty(64, 32, 3, 3), groups=1, transposed=False, stride=(1, 1))
-        288
-    """
-    kernel = weight.shape[2:]
-    if not transposed:
-        return weight.shape[1] * math.prod(kernel)
-    taps = math.prod(math.ceil(k / s) for k, s in zip(kernel, stride, strict=True))
-    return weight.shape[0] // groups * taps
-
+from mimicnorm.layers.linear import Op
 
 # -- the weight that is applied ----------------------------------------------------------------------------------
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from mimicnorm.arguments import positive_int
 from mimicnorm.errors import MemoryPredictionError
 from mimicnorm.memory.tracker import Moment
 from mimicnorm.memory.units import format_bytes
@@ -23,8 +24,8 @@ class Analysis:
 
     batch: int
     saved_bytes: int
-    """What autograd keeps from the forward for the backward pass, each storage once. Parameters, buffers and the
-    input batch are apart: they are there anyway, saved or not."""
+    """What autograd saves for backward, each storage once. Parameters, buffers and the input batch do not count: they
+    are there anyway, saved or not."""
     parameters: int
     buffers: int
     inputs: int
@@ -76,7 +77,8 @@ class Analysis:
             >>> memory.measure(net, (4, 8)).by_module()["1"]
             128
         """
-        _require_whole("depth", depth)
+        if depth is not None:
+            depth = positive_int(depth, "depth", least=0, error=MemoryPredictionError)
         sums: dict[str, int] = {}
         for name, count in self.saved_by_module.items():
             shown = ".".join(name.split(".")[:depth]) or ROOT
@@ -84,36 +86,27 @@ class Analysis:
         return dict(sorted(sums.items(), key=lambda item: -item[1]))
 
     def table(self) -> Table:
-        """Lay the amounts out as a rich table."""
-        from rich.table import Table
-
-        table = Table(title=f"Memory of one training step, {self.setting}")
-        table.add_column("what")
-        table.add_column("memory", justify="right")
-        table.add_column("at the peak", justify="right")
+        """Return a rich table of the amounts, over the whole step and at its peak."""
         peak = self.peak
-        table.add_row(
-            "parameters and buffers", format_bytes(self.parameters + self.buffers), format_bytes(peak.parameters)
-        )
-        table.add_row("inputs", format_bytes(self.inputs), format_bytes(peak.inputs))
-        table.add_row("gradients", format_bytes(self.gradients), format_bytes(peak.gradients))
-        table.add_row("optimizer state", format_bytes(self.optimizer_state), format_bytes(peak.optimizer_state))
-        table.add_row("saved for backward", format_bytes(self.saved_bytes), format_bytes(peak.activations))
-        table.add_row("  per sample", format_bytes(round(self.saved_bytes_per_sample)), "")
-        table.add_row("temporary", "", format_bytes(peak.temporary))
+        table = new_table(f"Memory of one training step, {self.setting}", ["what", "memory", "at the peak"])
+        for what, amount, at_peak in (
+            ("parameters and buffers", self.parameters + self.buffers, peak.parameters),
+            ("inputs", self.inputs, peak.inputs),
+            ("gradients", self.gradients, peak.gradients),
+            ("optimizer state", self.optimizer_state, peak.optimizer_state),
+            ("saved for backward", self.saved_bytes, peak.activations),
+            ("  per sample", round(self.saved_bytes_per_sample), None),
+            ("temporary", None, peak.temporary),
+        ):
+            table.add_row(what, *("" if count is None else format_bytes(count) for count in (amount, at_peak)))
         table.add_row(f"peak (in the {peak.phase})", "", format_bytes(peak.total), style="bold")
-        table.caption, table.caption_justify = "\n".join(not_counted(self.device)) or None, "left"
+        table.caption = "\n".join(not_counted(self.device)) or None
         return table
 
     def module_table(self, depth: int | None = None, rows: int = 30) -> Table:
-        """Lay out where the saved bytes are, the largest modules first."""
-        from rich.table import Table
-
-        _require_whole("rows", rows)
-        table = Table(title=f"Saved for backward by module, {self.setting}")
-        table.add_column("module")
-        table.add_column("memory", justify="right")
-        table.add_column("share", justify="right")
+        """Return a rich table of where the saved bytes are, the largest modules first."""
+        rows = positive_int(rows, "rows", least=0, error=MemoryPredictionError)
+        table = new_table(f"Saved for backward by module, {self.setting}", ["module", "memory", "share"])
         modules = list(self.by_module(depth).items())
         shown, rest = modules[:rows], modules[rows:]
         if rest:
@@ -123,41 +116,34 @@ class Analysis:
         return table
 
     def as_dict(self) -> dict[str, Any]:
-        """Return everything but the timeline in JSON's types."""
-        return {
-            "device": self.device,
-            "batch": self.batch,
-            "micro_batch": self.micro_batch,
-            "saved_bytes": self.saved_bytes,
-            "peak_bytes": self.peak_bytes,
-            "peak": asdict(self.peak),
-            "parameters": self.parameters,
-            "buffers": self.buffers,
-            "inputs": self.inputs,
-            "gradients": self.gradients,
-            "optimizer_state": self.optimizer_state,
-            "by_module": self.by_module(),
-        }
+        """Return everything except the timeline in JSON's types."""
+        amounts = {name: value for name, value in vars(self).items() if name not in ("timeline", "saved_by_module")}
+        return {**amounts, "peak_bytes": self.peak_bytes, "peak": asdict(self.peak), "by_module": self.by_module()}
 
     def __str__(self) -> str:
-        """Render the table as plain text."""
+        """Return the table as plain text."""
         return as_text(self.table())
 
 
 def not_counted(device: str) -> list[str]:
-    """What a prediction leaves out that a reader may miss, by device."""
+    """Return what a prediction for a device leaves out, in lines."""
     if device == "cpu":
         return []
     return [f"workspaces inside the kernels of {device} (cuDNN's convolutions) are not counted"]
 
 
-def _require_whole(name: str, given: Any) -> None:
-    if given is not None and (not isinstance(given, int) or given < 0):
-        raise MemoryPredictionError(f"{name}={given!r}: give a whole number from 0 on")
+def new_table(title: str, headings: Sequence[str]) -> Table:
+    """Return an empty rich table whose first column is text and whose others are numbers."""
+    from rich.table import Table
+
+    table = Table(title=title, caption_justify="left")
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left")
+    return table
 
 
 def as_text(table: Table) -> str:
-    """Render a rich table without colours or the terminal's width."""
+    """Return a rich table as text, without colours and of a fixed width."""
     from rich.console import Console
 
     console = Console(width=120, color_system=None, force_terminal=False)

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Unpack
 
 from torch import nn
 
 from mimicnorm.errors import ExampleError, MemoryPredictionError, MicroBatchError
 from mimicnorm.memory.analysis import Analysis
-from mimicnorm.memory.arguments import Settings
-from mimicnorm.memory.step import measure
+from mimicnorm.memory.step import Settings, measure
 from mimicnorm.memory.units import format_bytes, parse_bytes
+
+_MANY = 8  # predictions; three to five are enough where memory grows along lines
 
 
 def largest_batch(model: nn.Module, example: Any, budget: str | int, **settings: Unpack[Settings]) -> int:
     """Find the largest batch whose predicted peak stays within a budget.
 
-    Peak memory is linear in the batch as long as the peak stays at the same operation, so two predictions give
-    a first answer; it stands when the prediction at the answer fits and the one at the next larger batch does
-    not. The budget is for tensors: leave room for what ``measure`` does not count.
+    The answer is checked: its prediction fits, and that of one sample more does not. The budget is for tensors: leave
+    room for what ``measure`` does not count.
 
     Args:
         model: Any module.
@@ -37,55 +38,67 @@ def largest_batch(model: nn.Module, example: Any, budget: str | int, **settings:
         True
     """
     budget_bytes = parse_bytes(budget)
-    peaks: dict[int, int] = {}
 
-    def fits(batch: int) -> bool:
-        analysis = measure(model, example, batch=batch, **settings)
-        _refuse_below_fixed_cost(analysis, budget_bytes)
-        peaks[batch] = analysis.peak_bytes
-        return analysis.peak_bytes <= budget_bytes
+    def predict(batch: int) -> Analysis:
+        return measure(model, example, batch=batch, **settings)
 
-    # Two samples first: many networks cannot train on one (a BatchNorm over a single value).
-    fitting = 2 if fits(2) else _one(fits, peaks[2], budget_bytes)
-    if fitting == 1:
-        return 1
-    too_large, probe = None, 32
-    while too_large is None or too_large - fitting > 1:
-        if fits(probe):
+    return search(predict, budget_bytes, predict(2))  # a BatchNorm cannot train on one sample
+
+
+def search(predict: Callable[[int], Analysis], budget_bytes: int, first: Analysis) -> int:
+    """Find the largest batch that fits, from the prediction for one batch of any size.
+
+    Each moment of the step grows along a line, as long as the kernels stay the same. So one or two predictions lead
+    close to the answer, whichever moment is the peak there. Where many do not (memory that grows in steps), the search
+    goes on by doubling and halving.
+    """
+    known = {first.batch: first}
+    fitting, too_large = 0, 2**63
+    probe = first.batch
+    while too_large - fitting > 1:
+        try:
+            analysis = known[probe] = known.get(probe) or predict(probe)
+            fits = analysis.peak_bytes <= budget_bytes
+        except (ExampleError, MicroBatchError):  # a BatchNorm, or a LastNorm, over a single value
+            if probe > 1:
+                raise
+            fits = False
+        if fits:
             fitting = probe
         else:
             too_large = probe
-        probe = _next_probe(peaks, fitting, too_large, budget_bytes)
+        if len(known) < _MANY:
+            guess = _largest_on_lines(known, probe, budget_bytes)
+            probe = min(max(guess, fitting + 1, 2), too_large - 1)
+        else:
+            middle = (fitting + too_large) // 2
+            probe = min(middle, 2 * fitting) if fitting else middle
+    if fitting == 0:
+        _refuse(known[min(known)], budget_bytes)
     return fitting
 
 
-def _next_probe(peaks: dict[int, int], fitting: int, too_large: int | None, budget_bytes: int) -> int:
-    """Follow the line through the two nearest predictions to where it meets the budget."""
-    low, high = sorted(peaks)[-2:] if too_large is None else (fitting, too_large)
-    bytes_per_sample = max((peaks[high] - peaks[low]) / (high - low), 1)
-    probe = low + int((budget_bytes - peaks[low]) / bytes_per_sample)
-    if too_large is None:
-        return max(probe, fitting + 1)
-    return min(max(probe, fitting + 1), too_large - 1)
+def _largest_on_lines(known: dict[int, Analysis], probe: int, budget_bytes: int) -> int:
+    """Follow every moment of the step along the line through the last prediction and the one nearest to it."""
+    last = known[min(known, key=lambda batch: abs(batch - probe))]
+    others = [analysis for analysis in known.values() if analysis is not last]
+    totals = [moment.total for moment in last.timeline]
+    if others:
+        other = min(others, key=lambda analysis: abs(analysis.batch - last.batch))
+        start, starts = other.batch, [moment.total for moment in other.timeline]
+    else:  # without samples: what does not depend on their number
+        start, starts = 0, [m.parameters + m.gradients + m.optimizer_state for m in last.timeline]
+    if len(starts) != len(totals):
+        starts, totals = [max(starts)], [max(totals)]
+    samples = last.batch - start
+    growths = [(a, b - a) for a, b in zip(starts, totals, strict=True) if (b - a) * samples > 0]
+    return min((start + (budget_bytes - a) * samples // growth for a, growth in growths), default=2 * last.batch)
 
 
-def _one(fits, peak_of_two: int, budget_bytes: int) -> int:
-    try:
-        if fits(1):
-            return 1
-    except (ExampleError, MicroBatchError):  # a BatchNorm, or a LastNorm, over a single value
-        pass
+def _refuse(smallest: Analysis, budget_bytes: int) -> None:
+    fixed = smallest.parameters + smallest.buffers + smallest.gradients + smallest.optimizer_state
     raise MemoryPredictionError(
-        f"a batch of two needs {format_bytes(peak_of_two)} at its peak, the budget is {format_bytes(budget_bytes)}, "
-        "and the network cannot train on one sample within it: raise the budget, shrink the input or the network"
+        f"a batch of {smallest.batch} needs {format_bytes(smallest.peak_bytes)} at its peak, and the budget is "
+        f"{format_bytes(budget_bytes)}. Parameters, buffers, gradients and optimizer state take {format_bytes(fixed)} "
+        "with any batch. Raise the budget, shrink the input or the network, or use an optimizer with less state"
     )
-
-
-def _refuse_below_fixed_cost(analysis: Analysis, budget_bytes: int) -> None:
-    own = analysis.parameters + analysis.buffers
-    if own + analysis.gradients + analysis.optimizer_state > budget_bytes:
-        raise MemoryPredictionError(
-            f"the budget of {format_bytes(budget_bytes)} is below what the network needs without any input: "
-            f"parameters and buffers {format_bytes(own)}, gradients {format_bytes(analysis.gradients)}, optimizer "
-            f"state {format_bytes(analysis.optimizer_state)}. Raise the budget, or take an optimizer with less state"
-        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Unpack
 
@@ -10,20 +10,18 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from mimicnorm.errors import MemoryPredictionError, RefusedError
-from mimicnorm.memory.analysis import Analysis, as_text, not_counted
-from mimicnorm.memory.arguments import Settings, predicted_device, require_module
-from mimicnorm.memory.budget import largest_batch
-from mimicnorm.memory.replica import first_line, first_samples
-from mimicnorm.memory.step import measure
+from mimicnorm.memory.analysis import Analysis, as_text, new_table, not_counted
+from mimicnorm.memory.budget import search
+from mimicnorm.memory.passes import first_line
+from mimicnorm.memory.samples import with_samples
+from mimicnorm.memory.step import Settings, measure, require_model
 from mimicnorm.memory.units import format_bytes, parse_bytes
-from mimicnorm.methods import METHODS, Method, as_method
+from mimicnorm.methods import Method, as_method
 from mimicnorm.methods import settings as fields
 from mimicnorm.surgery.convert import convert
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-EVERY = tuple(dict.fromkeys(("batchnorm", "mimicnorm", "nonorm", *METHODS)))
 
 
 @dataclass(frozen=True)
@@ -35,26 +33,22 @@ class Comparison:
     """Empty if no budget was given; 0 where the budget allows no batch at all."""
     budget_bytes: int | None = None
     refused: dict[str, str] = field(default_factory=dict)
-    """Why the other methods cannot be applied to this network; empty if the methods were named."""
+    """Why the other methods cannot be applied to this network."""
 
     def saved_ratio(self, name: str) -> float:
-        """Saved bytes of a method over those of the first one."""
+        """Return the saved bytes of a method over those of the first one."""
         return self.analyses[name].saved_bytes / self._first.saved_bytes
 
     def peak_ratio(self, name: str) -> float:
-        """Peak bytes of a method over those of the first one."""
+        """Return the peak bytes of a method over those of the first one."""
         return self.analyses[name].peak_bytes / self._first.peak_bytes
 
     def table(self) -> Table:
-        """Lay the methods out as rows of a rich table."""
-        from rich.table import Table
-
-        table = Table(title=f"Memory of one training step, {self._first.setting}")
-        table.add_column("method")
-        for heading in ("saved per sample", "ratio", "peak", "ratio"):
-            table.add_column(heading, justify="right")
+        """Return a rich table with one row per method."""
+        headings = ["method", "saved per sample", "ratio", "peak", "ratio"]
         if self.budget_bytes is not None:
-            table.add_column(f"largest batch in {format_bytes(self.budget_bytes)}", justify="right")
+            headings.append(f"largest batch in {format_bytes(self.budget_bytes)}")
+        table = new_table(f"Memory of one training step, {self._first.setting}", headings)
         for name, analysis in self.analyses.items():
             table.add_row(
                 name,
@@ -65,8 +59,7 @@ class Comparison:
                 *([] if self.budget_bytes is None else [str(self.largest_batches[name])]),
             )
         for name in self.refused:
-            table.add_row(name, "refused", *["-"] * (len(table.columns) - 2))
-        table.caption_justify = "left"
+            table.add_row(name, "refused", *["-"] * (len(headings) - 2))
         reasons = [f"{name}: {reason}" for name, reason in self.refused.items()]
         table.caption = "\n".join([*not_counted(self._first.device), *reasons]) or None
         return table
@@ -89,7 +82,7 @@ class Comparison:
         }
 
     def __str__(self) -> str:
-        """Render the table as plain text."""
+        """Return the table as plain text."""
         return as_text(self.table())
 
     @property
@@ -100,9 +93,10 @@ class Comparison:
 def compare(
     model: nn.Module,
     example: Any,
-    methods: Method | str | Iterable[Method | str] | None = None,
+    methods: Method | str | Iterable[Method | str] = ("batchnorm", "mimicnorm", "nonorm"),
     *,
     budget: str | int | None = None,
+    progress: Callable[[str], None] | None = None,
     **settings: Unpack[Settings],
 ) -> Comparison:
     """Predict what a network with BatchNorm costs as it is and converted by each method.
@@ -110,53 +104,60 @@ def compare(
     Args:
         model: A network with BatchNorm; compiled, it is converted and then taken as compiled again.
         example: As for ``measure``.
-        methods: Methods or their names; the first is what the others are compared with. Two of one name
-            but with other settings go by both, as in ``"mimicnorm(last_norm=False)"``. Without them, every method
-            that the network can take; the others are in ``refused``, each with its reason.
+        methods: Methods or their names (``mimicnorm.methods.METHODS`` for all); the first is what the others are
+            compared with. Two of one name but with other settings go by both, as in ``"mimicnorm(last_norm=False)"``.
+            Those that the network cannot take are in ``refused``, each with its reason.
         budget: With it, also find each method's largest batch.
+        progress: Called with a line of text before each prediction.
         **settings: ``loss``, ``optimizer``, ``autocast``, ``fake`` and ``device`` as for ``measure``.
+
+    Raises:
+        RefusedError: No method can be applied, or only one of several: there is nothing to compare.
 
     Example:
         >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(7200, 9))
         >>> compare(net, (64, 3, 32, 32), ["batchnorm", "nonorm"]).saved_ratio("nonorm") < 0.7
         True
     """
+    require_model(model)
     budget_bytes = None if budget is None else parse_bytes(budget)
-    require_module(model)
-    predicted_device(settings.get("device"), model, settings.get("fake", True))  # an error before the first conversion
+    show = progress or (lambda _: None)
     compiled = isinstance(model, OptimizedModule) or model._compiled_call_impl is not None
     plain = model._orig_mod if isinstance(model, OptimizedModule) else model
-    small = first_samples(example, 2)  # the surgery reads shapes, it needs no large batch
+    small = with_samples(example, 2)  # the surgery reads shapes, it needs no large batch
     analyses, batches = {}, {}
     refusals: dict[str, RefusedError] = {}
     shortages: list[MemoryPredictionError] = []
-    for name, method in _by_unique_name(EVERY if methods is None else methods).items():
+    for name, method in _by_unique_name(methods).items():
+        show(f"{name}: converting")
         try:
             network = convert(plain, method, example=small, init=None)
         except RefusedError as refusal:
-            if methods is not None:
-                raise
             refusals[name] = refusal
             continue
         if compiled:
             network.compile()
-        analyses[name] = measure(network, example, **settings)
-        if budget_bytes is None:
-            continue
-        try:
-            batches[name] = largest_batch(network, example, budget_bytes, **settings)
-        except MemoryPredictionError as shortage:  # what one method cannot fit another may
-            shortages.append(shortage)
-            batches[name] = 0
+
+        def predict(batch: int | None, network: nn.Module = network, name: str = name) -> Analysis:
+            show(f"{name}: predicting " + ("the step" if batch is None else f"batch {batch}"))
+            return measure(network, example, batch=batch, **settings)
+
+        analyses[name] = predict(None)
+        if budget_bytes is not None:
+            try:
+                batches[name] = search(predict, budget_bytes, analyses[name])
+            except MemoryPredictionError as shortage:  # what one method cannot fit another may
+                shortages.append(shortage)
+                batches[name] = 0
     if refusals and len(analyses) < 2:  # as in a network without BatchNorm: there is nothing to compare
         raise next(iter(refusals.values()))
     if shortages and not any(batches.values()):
         raise shortages[0]
-    return Comparison(analyses, batches, budget_bytes, {name: _in_short(error) for name, error in refusals.items()})
+    return Comparison(analyses, batches, budget_bytes, {name: _first_reason(error) for name, error in refusals.items()})
 
 
-def _in_short(error: RefusedError) -> str:
-    """The first reason of a refusal, without its remedy."""
+def _first_reason(error: RefusedError) -> str:
+    """Return the first reason of a refusal, without its remedy."""
     if not error.refusals:
         return first_line(error)
     first, *others = error.refusals

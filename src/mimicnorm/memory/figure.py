@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
-from mimicnorm.errors import MemoryPredictionError
+from mimicnorm import pictures
 from mimicnorm.memory.analysis import Analysis
 from mimicnorm.memory.comparison import Comparison
 from mimicnorm.memory.tracker import CATEGORIES
 from mimicnorm.memory.units import format_bytes
-from mimicnorm.theory import figures
 
 _COLOURS = {
     "parameters": "#4c5c78",
@@ -31,14 +29,14 @@ def plot(what: Analysis | Comparison | Mapping[str, Analysis], path: str | Path)
     Example:
         >>> plot(compare(model, (256, 3, 224, 224)), "memory.png")  # doctest: +SKIP
     """
-    refuse_unwritable(path)
+    pictures.require_picture(path)
     if isinstance(what, Comparison):
         what = what.analyses
     analyses = {"": what} if isinstance(what, Analysis) else dict(what)
     unit = 2**30 if max(a.peak_bytes for a in analyses.values()) >= 2**30 else 2**20
     columns = min(len(analyses), 3)
     rows = -(-len(analyses) // columns)
-    figure, grid = figures.canvas(rows, columns, 1.5 + 4 * columns, 0.4 + 3.4 * rows, sharey=True)
+    figure, grid = pictures.canvas(rows, columns, 1.5 + 4 * columns, 0.4 + 3.4 * rows, sharey=True)
     panels = list(grid.flat)
     for panel, (name, analysis) in zip(panels, analyses.items(), strict=False):
         _draw(panel, analysis, unit)
@@ -50,27 +48,7 @@ def plot(what: Analysis | Comparison | Mapping[str, Analysis], path: str | Path)
     figure.supxlabel("operations of one training step", fontsize=10)
     handles, labels = panels[0].get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=9)
-    with _as_ours():
-        figures.save(figure, path, dpi=150, palette=None)
-
-
-def refuse_unwritable(path: str | Path) -> None:
-    """Say what is wrong with the name of a file for a picture, before the picture is made.
-
-    Raises:
-        MemoryPredictionError: The directory does not exist, the ending is of no image format, or matplotlib is missing.
-    """
-    with _as_ours():
-        figures.require_picture(path)
-
-
-@contextmanager
-def _as_ours() -> Iterator[None]:
-    """What the theory's figures say of a picture's name, as an error of this package."""
-    try:
-        yield
-    except figures.TheoryError as error:
-        raise MemoryPredictionError(str(error)) from error
+    pictures.save(figure, path, dpi=150, palette=None)
 
 
 def _draw(panel, analysis: Analysis, unit: int) -> None:

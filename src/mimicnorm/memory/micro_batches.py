@@ -18,19 +18,16 @@ from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from mimicnorm.errors import MemoryPredictionError
 from mimicnorm.layers import LastNorm
-from mimicnorm.memory.passes import Passes, Watch, explained
-from mimicnorm.memory.replica import batch_size
+from mimicnorm.memory.passes import Passes
+from mimicnorm.memory.samples import sample_count
 
 
-class _Logits:
-    """Stands in for a LastNorm: keeps the logits of the first pass and lets all pass as they are."""
-
-    def __init__(self) -> None:
-        self.parts: list[Tensor] = []
+class _Logits(list[Tensor]):
+    """Stands in for a LastNorm: collects the logits of the first pass and passes all on as they are."""
 
     def __call__(self, logits: Tensor) -> Tensor:
         if not torch.is_grad_enabled():
-            self.parts.append(logits.detach().clone())
+            self.append(logits.detach().clone())
         return logits
 
 
@@ -38,11 +35,11 @@ class _Logits:
 class MicroBatchPasses(Passes):
     """The passes of one step in micro-batches of ``size`` samples."""
 
-    size: int
-    heads: dict[LastNorm, _Logits] = field(init=False)
+    size: int = field(kw_only=True)
 
-    def __post_init__(self) -> None:
-        modules = dict(self.replica.model.named_modules())
+    def run(self) -> Any:
+        """Run all micro-batches; returns the outputs of the whole batch."""
+        modules = dict(self.model.named_modules())
         for name, module in modules.items():
             norm = isinstance(module, _BatchNorm) and not isinstance(module, LastNorm)
             if norm and (module.training or module.running_mean is None):
@@ -51,83 +48,79 @@ class MicroBatchPasses(Passes):
                     "mixes the samples of a micro-batch, so microbatch.backward refuses the network. Convert it first, "
                     "or leave micro_batch out"
                 )
-        self.heads = {m: _Logits() for m in modules.values() if isinstance(m, LastNorm) and m.training}
-
-    def run(self, watch: Watch) -> Any:
-        """Run all micro-batches; returns the outputs of the whole batch."""
-        return self._in_two_passes(watch) if self.heads else self._in_one_pass(watch)
+        heads = [module for module in modules.values() if isinstance(module, LastNorm) and module.training]
+        return self._in_two_passes(heads) if heads else self._in_one_pass()
 
     def _pieces(self) -> list[tuple[tuple, dict[str, Any]]]:
-        args, kwargs = self.replica.args, self.replica.kwargs
-        samples = batch_size(args, kwargs)
+        arguments = (self.args, self.kwargs)
+        samples = sample_count(arguments)
 
         def piece(start: int) -> tuple[tuple, dict[str, Any]]:
             def cut(tensor: Tensor) -> Tensor:
                 return tensor[start : start + self.size] if tensor.dim() and tensor.shape[0] == samples else tensor
 
-            return tree_map_only(Tensor, cut, (args, kwargs))
+            return tree_map_only(Tensor, cut, arguments)
 
         return [piece(start) for start in range(0, samples, self.size)]
 
-    def _in_one_pass(self, watch: Watch) -> Any:
+    def _in_one_pass(self) -> Any:
         outputs = []
         for args, kwargs in self._pieces():
-            with watch.forward():
+            with self.forward():
                 output = self.call(args, kwargs)
                 outputs.append(tree_map_only(Tensor, lambda t: t.detach().clone(), output))
                 value = self.value(output)
                 del output
-            with watch.backward():
-                self.backward(value)
+            self.backward(value)
             del value
-        return self._joined(outputs)
+        return _joined(outputs)
 
-    def _in_two_passes(self, watch: Watch) -> Any:
+    def _in_two_passes(self, heads: list[LastNorm]) -> Any:
         pieces, outputs = self._pieces(), []
-        for norm, logits in self.heads.items():
-            logits.parts.clear()
-            norm.intercept = logits
-        with watch.forward(), torch.no_grad():
-            for args, kwargs in pieces:
+        logits = {norm: _Logits() for norm in heads}
+        for norm in heads:
+            norm.intercept = logits[norm]
+        for args, kwargs in pieces:
+            with self.forward(), torch.no_grad():
                 outputs.append(self.call(args, kwargs))
-        with watch.forward():
-            whole = self._joined(outputs)
+        with self.forward():
+            whole = _joined(outputs)
             outputs.clear()
-            normed = self._normed()
+            normed = [_normed(norm, logits[norm]) for norm in heads]
             leaves, spec = tree_flatten(whole)
-            leaves = [t.detach().requires_grad_() if _learns(t) else t for t in leaves]
+            leaves = [t.detach().requires_grad_() if _differentiable(t) else t for t in leaves]
             value = self.value(tree_unflatten(leaves, spec))
-        with watch.backward(), explained("the backward pass", self.replica):
-            learning = [i for i, leaf in enumerate(leaves) if _learns(leaf)]
-            grads = torch.autograd.grad(value, [leaves[i] for i in learning], allow_unused=True)
+        with self.tracker.during("backward"), self.explained("the backward pass"):
+            indices = [i for i, leaf in enumerate(leaves) if _differentiable(leaf)]
+            grads = torch.autograd.grad(value, [leaves[i] for i in indices], allow_unused=True)
             of_logits = [torch.autograd.grad(n, raw, torch.ones_like(n)) for raw, n in normed]
-        of_outputs = {i: grad for i, grad in zip(learning, grads, strict=True) if grad is not None}
+        of_outputs = {i: grad for i, grad in zip(indices, grads, strict=True) if grad is not None}
         del value, leaves, grads
-        for start, (args, kwargs) in zip(range(0, len(pieces) * self.size, self.size), pieces, strict=True):
-            with watch.forward():
+        for number, (args, kwargs) in enumerate(pieces):
+            with self.forward():
                 output = tree_flatten(self.call(args, kwargs))[0]
-            with watch.backward(), explained("the backward pass", self.replica):
-                parts = [grad[start : start + self.size] for grad in of_outputs.values()]
+            with self.tracker.during("backward"), self.explained("the backward pass"):
+                parts = [grad[number * self.size : (number + 1) * self.size] for grad in of_outputs.values()]
                 torch.autograd.backward([output[i] for i in of_outputs], parts)
             del output, parts
         return whole, normed, of_outputs, of_logits
 
-    def _normed(self) -> list[tuple[Tensor, Tensor]]:
-        """The logits of the whole batch and what each LastNorm makes of them."""
-        pairs = []
-        for norm, logits in self.heads.items():
-            raw = torch.cat(logits.parts).requires_grad_()
-            logits.parts.clear()
-            norm.intercept = None
-            pairs.append((raw, norm.forward(raw)))
-            norm.intercept = logits
-        return pairs
 
-    def _joined(self, outputs: list[Any]) -> Any:
-        columns = zip(*(tree_flatten(output)[0] for output in outputs), strict=True)
-        leaves = [torch.cat(c) if isinstance(c[0], Tensor) and c[0].dim() else c[0] for c in columns]
-        return tree_unflatten(leaves, tree_flatten(outputs[0])[1])
+def _normed(norm: LastNorm, logits: _Logits) -> tuple[Tensor, Tensor]:
+    """Return the logits of the whole batch and what a LastNorm makes of them."""
+    raw = torch.cat(logits).requires_grad_()
+    logits.clear()
+    norm.intercept = None
+    normed = norm.forward(raw)
+    norm.intercept = logits
+    return raw, normed
 
 
-def _learns(leaf: Any) -> bool:
+def _joined(outputs: list[Any]) -> Any:
+    columns = zip(*(tree_flatten(output)[0] for output in outputs), strict=True)
+    leaves = [torch.cat(c) if isinstance(c[0], Tensor) and c[0].dim() else c[0] for c in columns]
+    return tree_unflatten(leaves, tree_flatten(outputs[0])[1])
+
+
+def _differentiable(leaf: Any) -> bool:
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())

@@ -1,4 +1,4 @@
-"""Forward and backward pass of a replica: who saves what, and what an error in one of them is about."""
+"""Forward and backward pass of one training step: which module saves what, and what an error in them means."""
 
 from __future__ import annotations
 
@@ -9,257 +9,190 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
 )
 from torch.autograd.graph import saved_tensors_hooks
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from mimicnorm.errors import ExampleError, MemoryPredictionError, MimicNormError
+from mimicnorm.layers.regression_loss import nodes_from
 from mimicnorm.memory.analysis import LOSS
-from mimicnorm.memory.arguments import Loss
-from mimicnorm.memory.replica import Replica, first_line
 from mimicnorm.memory.tracker import StorageTracker, UnsizedWorkspaceError
 from mimicnorm.surgery.example import describe
+
+Loss = Callable[[Any], Tensor]
 
 _NEEDS_VALUES = (
     DataDependentOutputException,
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
+    UnsizedWorkspaceError,
 )
 # Errors of the same cause that have no class of their own; .numpy() and printed numbers are the usual ones.
 _NEEDS_VALUES_TEXT = re.compile(r"\.numpy\(\)|fake impl|FakeTensor|data pointer")
-_ON_REAL_TENSORS = (
-    "fake=False (--no-fake on the command line), with real data as the example, runs one real step on a copy of the "
-    "network"
-)
-
-
-class Names:
-    """Which module runs, for the attribution of what is saved and for messages.
-
-    A module that fails is not left, so the last one in the list is where an error came from. One whose error was
-    caught is taken off with the module that caught it.
-    """
-
-    def __init__(self) -> None:
-        self.running: list[str] = []
-
-    def enter(self, name: str) -> None:
-        """A module begins."""
-        self.running.append(name)
-
-    def leave(self, name: str) -> None:
-        """A module has ended, and with it all that it began."""
-        while self.running.pop() != name:
-            pass
-
-    @property
-    def place(self) -> str:
-        """What is running, for a message."""
-        name = self.running[-1] if self.running else ""
-        if name == LOSS:
-            return "the loss"
-        return f"module {name!r}" if name else "the model"
-
-
-def follow_modules(replica: Replica) -> Names:
-    """Follow the forward through the replica, but not into what is compiled: a hook there would be compiled too."""
-    names = Names()
-    inside = {part for module in replica.compiled for part in module.children()}
-    inside |= {part for child in inside for part in child.modules()}
-    for name, module in replica.model.named_modules():
-        if module in inside:
-            continue
-        if module in replica.compiled:
-            module._compiled_call_impl = _named(module._compiled_call_impl, name, names)  # pyrefly: ignore
-        else:
-            module.register_forward_pre_hook(lambda *_, name=name: names.enter(name))
-            module.register_forward_hook(lambda *_, name=name: names.leave(name))
-    return names
-
-
-def _named(call: Callable[..., Any], name: str, names: Names) -> Callable[..., Any]:
-    def named(*args, **kwargs):
-        names.enter(name)
-        output = call(*args, **kwargs)
-        names.leave(name)
-        return output
-
-    return named
-
-
-@dataclass
-class Watch:
-    """What the passes leave with a tracker; without one, nothing.
-
-    Attributes:
-        saved_by_module: What was saved for backward when a forward pass ended, where that was most.
-    """
-
-    names: Names
-    tracker: StorageTracker | None = None
-    saved_by_module: dict[str, int] = field(default_factory=dict)
-
-    @contextmanager
-    def forward(self) -> Iterator[None]:
-        """Note what is alive during a forward pass, and what is saved at its end."""
-        if self.tracker is None:
-            yield
-            return
-        with self.tracker.during("forward"), saved_tensors_hooks(self._saved, lambda tensor: tensor):
-            yield
-        saved = self.tracker.saved_bytes_by_module()
-        if sum(saved.values()) > sum(self.saved_by_module.values()):
-            self.saved_by_module = saved
-
-    def backward(self) -> Any:
-        """Note what is alive during a backward pass."""
-        return nullcontext() if self.tracker is None else self.tracker.during("backward")
-
-    @_disable_dynamo  # where a compiled model breaks its graph, the compiler would look into what runs in between
-    def _saved(self, tensor: Tensor) -> Tensor:
-        assert self.tracker is not None
-        self.tracker.save(tensor, self.names.running[-1] if self.names.running else "")
-        return tensor
 
 
 @dataclass
 class Passes:
-    """The passes of one step: the whole batch at once.
+    """The passes of one step with the whole batch at once, on a model that ``isolate.run`` has prepared.
 
     Attributes:
+        compiled: The modules of the model that are compiled.
         autocast: The type to run forward and loss in, or None.
+        fake: Whether the tensors are fake.
     """
 
-    replica: Replica
-    names: Names
+    model: nn.Module
+    compiled: set[nn.Module]
+    args: tuple
+    kwargs: dict[str, Any]
     loss: Loss
     autocast: torch.dtype | None
+    fake: bool
+    tracker: StorageTracker
+    _running: list[str] = field(default_factory=list)
 
-    def run(self, watch: Watch) -> Any:
+    def run(self) -> Any:
         """Run forward, loss and backward; returns what a training loop holds to the end of the step."""
-        with watch.forward(), self.casting():  # one context: autocast keeps its copies of weights to the end of it
-            output = self.call(self.replica.args, self.replica.kwargs)
+        with self.forward():
+            output = self.call(self.args, self.kwargs)
             value = self.value(output)
-        with watch.backward():
-            self.backward(value)
+        self.backward(value)
         return output, value
 
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Track a forward pass and what it saves, in the precision asked for."""
+        cast = nullcontext() if self.autocast is None else torch.autocast(self.tracker.device_type, self.autocast)
+        with self.tracker.during("forward"), saved_tensors_hooks(self._save, lambda tensor: tensor), cast:
+            yield
+
     def call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """The model's output."""
-        self.names.running.clear()
-        with self._explained_by_place(), self.casting():
-            output = self.replica.model(*args, **kwargs)
-        self.names.running.clear()
-        return output
+        """Return the model's output."""
+        with self.explained():
+            return self.model(*args, **kwargs)
 
     def value(self, output: Any) -> Tensor:
-        """The loss of an output."""
-        self.names.enter(LOSS)
-        with self._explained_by_place(), self.casting():
+        """Return the loss of an output."""
+        hint = "give a function of the model's output alone, loss=lambda output: criterion(output, targets)"
+        self._running.append(LOSS)
+        with self.explained("the loss", hint):
             value = self.loss(output)
-        self.names.running.clear()
-        _refuse_unfit_loss(value)
+        self._leave(LOSS)
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+            shape = f" of shape {tuple(value.shape)}" if isinstance(value, Tensor) else ""
+            detached = " without a gradient" if shape and not value.requires_grad else ""
+            raise MemoryPredictionError(
+                f"the loss returned a {type(value).__name__}{shape}{detached}: return a scalar tensor computed from "
+                "the model's output, e.g. output.mean()"
+            )
         return value
 
     def backward(self, value: Tensor) -> None:
-        """Run the backward pass, and give leaves that are not the replica's (a loss module's) back their gradients."""
-        own = {id(tensor) for tensor in (*self.replica.model.parameters(), *self.replica.inputs)}
-        foreign = [(leaf, leaf.grad) for leaf in _leaves(value) if id(leaf) not in own]
+        """Run the backward pass; leaves that are not the model's (a loss module's) get their gradients back."""
+        ours = {id(tensor) for tensor in (*self.model.parameters(), *tree_leaves((self.args, self.kwargs)))}
+        leaves = [node.variable for node in nodes_from(value.grad_fn) if hasattr(node, "variable")]
+        others = [(leaf, leaf.grad) for leaf in leaves if id(leaf) not in ours]
         try:
-            for leaf, _ in foreign:
+            for leaf, _ in others:
                 leaf.grad = None
-            with explained("the backward pass", self.replica):
+            with self.tracker.during("backward"), self.explained("the backward pass"):
                 value.backward()
         finally:
-            for leaf, grad in foreign:
+            for leaf, grad in others:
                 leaf.grad = grad
 
-    def casting(self) -> Any:
-        """The precision of forward and loss, as a context."""
-        device = self.replica.device.type
-        return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
+    def follow_modules(self) -> None:
+        """Note which module runs, but not inside what is compiled: that would be compiled, too."""
+        inside = {part for module in self.compiled for part in module.modules() if part is not module}
+        for name, module in self.model.named_modules():
+            if module not in inside:
+                module._compiled_call_impl = self._named(module._compiled_call_impl or module._call_impl, name)
+
+    def _named(self, call: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def named(*args, **kwargs):
+            self._running.append(name)
+            output = call(*args, **kwargs)
+            self._leave(name)
+            return output
+
+        return named
+
+    def _leave(self, name: str) -> None:
+        """Take a module off the list, with any inside it that raised an error which it caught."""
+        while self._running.pop() != name:
+            pass
+
+    @_disable_dynamo  # where a compiled model breaks its graph, the compiler would look into what runs in between
+    def _save(self, tensor: Tensor) -> Tensor:
+        self.tracker.save(tensor, self._running[-1] if self._running else "")
+        return tensor
 
     @contextmanager
-    def _explained_by_place(self) -> Iterator[None]:
-        names, replica = self.names, self.replica
+    def explained(self, what: str = "", hint: str = "") -> Iterator[None]:
+        """Turn an error into one of this package: what failed, and how it may run where it needs values.
+
+        Args:
+            what: What runs, such as "the loss". Without it, the module in which the error was raised.
+            hint: What to do about an error of any other kind.
+        """
         try:
             yield
-        except UnsizedWorkspaceError as error:
-            raise MemoryPredictionError(
-                f"{names.place} runs as one fused kernel ({error}), whose workspace has no size on fake tensors: "
-                f"{_ON_REAL_TENSORS}; torch.backends.mkldnn.flags(enabled=False) predicts the plain kernel of the CPU"
-            ) from error
         except MimicNormError:
             raise
         except Exception as error:
-            cause = _root(error)
-            told = f"{type(cause).__name__}: {first_line(cause)}"
-            if _needs_values(cause, replica):
+            cause = _cause(error)
+            text = f"{type(cause).__name__}: {first_line(cause)}"
+            module = self._running[-1] if self._running else ""
+            place = what or (f"module {module!r}" if module else "the model")
+            if self.fake and (isinstance(cause, _NEEDS_VALUES) or _NEEDS_VALUES_TEXT.search(str(cause))):
                 raise MemoryPredictionError(
-                    f"{names.place} cannot run on fake tensors, because it needs values, not only shapes ({told}). "
-                    f"{_ON_REAL_TENSORS}"
+                    f"{place} cannot run on fake tensors, because it needs values, not only shapes ({text}). "
+                    "fake=False (--no-fake on the command line), with real data as the example, runs one real step"
                 ) from error
-            raise ExampleError(
-                f"{names.place} does not run on the example ({describe(replica.args, replica.kwargs)}): {told}"
-            ) from error
+            if not what:
+                example = describe(self.args, self.kwargs)
+                raise ExampleError(f"{place} does not run on the example ({example}): {text}", module) from error
+            raise MemoryPredictionError(f"{what} fails: {text}" + (f". Instead, {hint}" if hint else "")) from error
 
 
-@contextmanager
-def explained(what: str, replica: Replica) -> Iterator[None]:
-    """Say what failed, and how it may run where it needs values."""
-    try:
-        yield
-    except MimicNormError:
-        raise
-    except Exception as error:
-        cause = _root(error)
-        hint = f". It needs values, not only shapes: {_ON_REAL_TENSORS}" if _needs_values(cause, replica) else ""
-        raise MemoryPredictionError(f"{what} fails: {type(cause).__name__}: {first_line(cause)}{hint}") from error
+def default_loss(output: Any) -> Tensor:
+    """Make a scalar of any output: cross entropy where there are classes, a sum elsewhere.
+
+    Example:
+        >>> default_loss({"logits": torch.zeros(5, 2, requires_grad=True)}).item()
+        0.6931471824645996
+    """
+    terms = [
+        F.cross_entropy(leaf, leaf.new_zeros((leaf.shape[0], *leaf.shape[2:]), dtype=torch.long))
+        if leaf.dim() > 1
+        else leaf.sum()
+        for leaf in tree_leaves(output)
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    if not terms:
+        raise MemoryPredictionError(
+            f"the output ({type(output).__name__}) has no tensor that requires a gradient, so there is nothing "
+            "to train: give loss=, a function from the output to a scalar"
+        )
+    return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
 
 
-def _refuse_unfit_loss(value: Any) -> None:
-    if not isinstance(value, Tensor):
-        wrong = f"a {type(value).__name__}"
-    elif value.numel() != 1:
-        wrong = f"a tensor of shape {tuple(value.shape)}"
-    elif not value.requires_grad:
-        wrong = "a tensor without a gradient (detached, or made from nothing that is trained)"
-    else:
-        return
-    raise MemoryPredictionError(
-        f"the loss returned {wrong}: return a scalar tensor computed from the model's output, e.g. output.mean()"
-    )
+def first_line(error: Exception) -> str:
+    """Return the first line of an error's message, without a full stop."""
+    return (str(error).strip().splitlines() or [""])[0].rstrip(".")
 
 
-def _leaves(value: Tensor) -> list[Tensor]:
-    """Return the tensors in whose ``.grad`` a backward pass would accumulate."""
-    seen, waiting, leaves = set(), [value.grad_fn], []
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            leaves.append(node.variable)
-        waiting.extend(following for following, _ in node.next_functions)
-    return leaves
-
-
-def _root(error: Exception) -> Exception:
-    """What an error of the compiler's is about; its own text tells of the compiler."""
+def _cause(error: Exception) -> Exception:
+    """Return what an error of the compiler is about; its message is about the compiler."""
     inner = error.__cause__ or error.__context__
     of_compiler = type(error).__module__.startswith("torch._dynamo")
-    return _root(inner) if of_compiler and isinstance(inner, Exception) else error
-
-
-def _needs_values(error: Exception, replica: Replica) -> bool:
-    fake = isinstance(replica.mode, FakeTensorMode)
-    return fake and (isinstance(error, _NEEDS_VALUES) or _NEEDS_VALUES_TEXT.search(str(error)) is not None)
+    return _cause(inner) if of_compiler and isinstance(inner, Exception) else error

@@ -1,34 +1,43 @@
-"""One training step, tried out on a replica."""
+"""One training step, tried out on fake tensors or on copies."""
 
 from __future__ import annotations
 
-import warnings
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from mimicnorm.arguments import positive_int
 from mimicnorm.errors import MemoryPredictionError
 from mimicnorm.memory.analysis import Analysis
-from mimicnorm.memory.arguments import (
-    Loss,
-    MakeOptimizer,
-    fit_loss,
-    optimizer_maker,
-    predicted_device,
-    require_autocast,
-    require_bool,
-    require_count,
-    require_module,
-)
+from mimicnorm.memory.compiled import partition_compiled
 from mimicnorm.memory.micro_batches import MicroBatchPasses
-from mimicnorm.memory.passes import Passes, Watch, explained, follow_modules
-from mimicnorm.memory.replica import Replica, batch_size, replicate
+from mimicnorm.memory.passes import Loss, Passes, default_loss
+from mimicnorm.memory.samples import sample_count, with_samples
 from mimicnorm.memory.tracker import StorageTracker
-from mimicnorm.surgery.isolate import untouched
+from mimicnorm.surgery import isolate
+from mimicnorm.surgery.example import call_arguments
 
-_ALL_AT_ONCE = ("cuda", "xpu")  # where PyTorch's optimizers work on all parameters at once by default
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+    "sgd-momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+    "adamw": lambda parameters: torch.optim.AdamW(parameters),
+}
+_FOREACH_BY_DEFAULT = ("cuda", "xpu")  # where PyTorch's optimizers work on all parameters at once
+
+
+class Settings(TypedDict, total=False):
+    """What kind of step: arguments of ``measure`` that ``largest_batch`` and ``compare`` take, too."""
+
+    loss: Loss | None
+    optimizer: str | MakeOptimizer | None
+    autocast: torch.dtype | None
+    fake: bool
+    device: str | torch.device | None
 
 
 def measure(
@@ -46,10 +55,10 @@ def measure(
     """Predict the memory of one training step without running it.
 
     The step is that of the usual loop once the optimizer has its state: gradients set to none, forward, loss,
-    backward, ``optimizer.step()``; the input and the output are held to the end. It happens on a copy of fake
-    tensors, which have sizes and lifetimes but no memory; the model and the random number generators are left
-    as they were. What is compiled is partitioned as ``torch.compile`` does and then run operation by operation:
-    ``saved_bytes`` is what the partitioner keeps, ``peak_bytes`` an upper bound, as nothing is fused. Active
+    backward, ``optimizer.step()``; the input and the output are held to the end. While it runs, the model holds fake
+    tensors, which have sizes and lifetimes but no memory; afterwards the model and the random number generators are
+    as they were. Compiled modules are partitioned as ``torch.compile`` does and then run operation by operation:
+    ``saved_bytes`` is what the partitioner saves, ``peak_bytes`` an upper bound, as nothing is fused. Active
     ``torch.autocast`` contexts and activation checkpointing count as they stand.
 
     The copies that a convolution on the CPU makes inside itself are part of ``peak_bytes`` where that is predicted for
@@ -65,7 +74,7 @@ def measure(
         optimizer: ``"sgd-momentum"``, ``"sgd"``, ``"adamw"``, a function from parameters to an optimizer, or
             None for no step at all.
         autocast: Run forward and loss in ``torch.autocast`` with this type: ``torch.bfloat16`` or ``torch.float16``.
-        fake: With False, run the step for real on a copy, on the device where the model is. For networks whose
+        fake: With False, run the step for real on copies, on the device where the model is. For networks whose
             shapes depend on the data; give real data as the example.
         device: What the prediction is for; the model's own device if not given. With ``"cuda"`` for a model on the CPU,
             no GPU is needed: what only the CPU's convolutions allocate is left out, and optimizers work on all
@@ -85,36 +94,58 @@ def measure(
         >>> analysis.parameters
         928
     """
-    make_optimizer = optimizer_maker(optimizer)
-    require_module(model)
-    loss = fit_loss(loss)
-    require_bool("fake", fake)
-    require_count("batch", batch, "the example's")
-    require_count("micro_batch", micro_batch, "the whole batch at once")
-    predicted = predicted_device(device, model, fake)
-    with untouched(model), torch.inference_mode(False), torch.enable_grad():
-        replica = replicate(model, example, fake=fake, batch=batch)
-        require_autocast(autocast, replica.device.type)
-        about = (replica, follow_modules(replica), loss, autocast)
-        passes = Passes(*about) if micro_batch is None else MicroBatchPasses(*about, int(micro_batch))
-        with replica.mode:
-            if replica.compiled:
-                _compile(passes)
-            return _tracked_step(passes, make_optimizer, predicted, fake)
+    require_model(model)
+    make_optimizer = _optimizer_maker(optimizer)
+    if not isinstance(fake, bool):
+        raise MemoryPredictionError(f"fake={fake!r}: use True or False")
+    if batch is not None:
+        batch = positive_int(batch, "batch", error=MemoryPredictionError)
+    if micro_batch is not None:
+        micro_batch = positive_int(micro_batch, "micro_batch", error=MemoryPredictionError)
+    model_device = next(model.parameters()).device.type
+    target = _target_device(device, model_device, fake)
+    _require_autocast(autocast, model_device)
+    trained = [parameter.requires_grad for parameter in model.parameters()]
+    new_tracker = partial(StorageTracker, model_device, workspaces=target == "cpu")
+
+    def step() -> Analysis:
+        for parameter, trains in zip(model.parameters(), trained, strict=True):  # copies, made by the runner
+            parameter.requires_grad_(trains)
+            parameter._is_param = True  # pyrefly: ignore
+        bare, compiled = partition_compiled(model)
+        inputs = tree_map_only(Tensor, _copier(), example)
+        args, kwargs = call_arguments(bare, inputs if batch is None else with_samples(inputs, batch))
+        setting = (bare, compiled, args, kwargs, default_loss if loss is None else loss, autocast, fake, new_tracker())
+        passes = Passes(*setting) if micro_batch is None else MicroBatchPasses(*setting, size=micro_batch)
+        passes.follow_modules()
+        if compiled:  # once for the compiler, so that the tracker sees compiled code and not the compiler at work
+            passes.run()
+            bare.zero_grad()
+            passes.tracker = new_tracker()
+        return _tracked_step(passes, make_optimizer, target)
+
+    training = None if model.training else True  # in a model that trains, a frozen BatchNorm stays frozen
+    return isolate.run(model, step, fake=fake, training=training, modes=[torch.enable_grad()])
 
 
-def _compile(passes: Passes) -> None:
-    """Run once for the compiler, so that the tracker sees compiled code and not the compiler at work."""
-    with warnings.catch_warnings():
-        # The compiler looks at .grad of every input; fake intermediate results answer with a warning.
-        warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
-        passes.run(Watch(passes.names))
-    passes.replica.model.zero_grad()
+def require_model(model: Any) -> None:
+    """Raise for what is not a module, or has nothing to train."""
+    if not isinstance(model, nn.Module):
+        raise MemoryPredictionError(f"the model is a {type(model).__name__}: give an nn.Module")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise MemoryPredictionError(
+                f"parameter {name!r} has no shape yet: run the lazy model once on real data first"
+            )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise MemoryPredictionError(
+            f"{type(model).__name__} has no parameter that requires a gradient, so there is no training step to "
+            "predict: set requires_grad on the parameters that will be trained"
+        )
 
 
-def _tracked_step(passes: Passes, make_optimizer: MakeOptimizer | None, predicted: str, fake: bool) -> Analysis:
-    replica, model = passes.replica, passes.replica.model
-    tracker = StorageTracker(replica.device.type, workspaces=predicted == "cpu")
+def _tracked_step(passes: Passes, make_optimizer: MakeOptimizer | None, target: str) -> Analysis:
+    tracker, model = passes.tracker, passes.model
     with tracker:
         for parameter in model.parameters():
             tracker.add(parameter, "parameters")
@@ -123,55 +154,110 @@ def _tracked_step(passes: Passes, make_optimizer: MakeOptimizer | None, predicte
         parameters_bytes = tracker.category_bytes("parameters")
         for buffer in model.buffers():
             tracker.add(buffer, "parameters")
-        for tensor in replica.inputs:
-            tracker.add(tensor, "inputs")
-        optimizer = _with_state(make_optimizer, replica, tracker, all_at_once=fake and predicted in _ALL_AT_ONCE)
-        own_bytes = tracker.category_bytes("parameters")
-        watch = Watch(passes.names, tracker)
-        remaining = passes.run(watch)
+        buffers_bytes = tracker.category_bytes("parameters") - parameters_bytes
+        for leaf in tree_leaves((passes.args, passes.kwargs)):
+            if isinstance(leaf, Tensor):
+                tracker.add(leaf, "inputs")
+        optimizer = None if make_optimizer is None else _optimizer_with_state(make_optimizer, passes, target)
+        outputs = passes.run()
         gradients_bytes = tracker.category_bytes("gradients")
         if optimizer is not None:
-            with tracker.during("optimizer"), explained("the optimizer's step", replica):
+            with tracker.during("optimizer"), passes.explained("the optimizer's step"):
                 optimizer.step()
-        del remaining
-    samples = batch_size(replica.args, replica.kwargs)
+        del outputs
+    samples = sample_count((passes.args, passes.kwargs))
     return Analysis(
         batch=samples,
-        saved_bytes=sum(watch.saved_by_module.values()),
+        saved_bytes=sum(tracker.saved_by_module.values()),
         parameters=parameters_bytes,
-        buffers=own_bytes - parameters_bytes,
+        buffers=buffers_bytes,
         inputs=tracker.category_bytes("inputs"),
         gradients=gradients_bytes,
         optimizer_state=tracker.category_bytes("optimizer_state"),
         timeline=tuple(tracker.timeline),
-        saved_by_module=watch.saved_by_module,
-        device=predicted,
+        saved_by_module=tracker.saved_by_module,
+        device=target,
         micro_batch=min(passes.size, samples) if isinstance(passes, MicroBatchPasses) else None,
     )
 
 
-def _with_state(
-    make: MakeOptimizer | None, replica: Replica, tracker: StorageTracker, all_at_once: bool
-) -> torch.optim.Optimizer | None:
-    """Build the optimizer and let one step with zero gradients create its state."""
-    if make is None:
-        return None
-    trained = [parameter for parameter in replica.model.parameters() if parameter.requires_grad]
-    with explained("making the optimizer", replica):
+def _optimizer_with_state(make: MakeOptimizer, passes: Passes, target: str) -> torch.optim.Optimizer:
+    """Make the optimizer and let one step with zero gradients create its state."""
+    trained = [parameter for parameter in passes.model.parameters() if parameter.requires_grad]
+    with passes.explained("making the optimizer"):
         optimizer = make(trained)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise MemoryPredictionError(
             f"the function given as optimizer returned {type(optimizer).__name__}: return a torch.optim.Optimizer"
         )
-    for group in optimizer.param_groups if all_at_once else ():  # fake tensors are not taken for a GPU's
-        if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
-            group["foreach"] = True
+    if passes.fake and target in _FOREACH_BY_DEFAULT:  # PyTorch does not take fake tensors for a GPU's
+        for group in optimizer.param_groups:
+            if group.get("foreach", False) is None and not group.get("fused") and not group.get("differentiable"):
+                group["foreach"] = True
     for parameter in trained:
         parameter.grad = torch.zeros_like(parameter)
-    with explained("the optimizer's step", replica):
+    with passes.explained("the optimizer's step"):
         optimizer.step()
     optimizer.zero_grad()
     for leaf in tree_leaves([list(state.values()) for state in optimizer.state.values()]):
         if isinstance(leaf, Tensor):
-            tracker.add(leaf, "optimizer_state")
+            passes.tracker.add(leaf, "optimizer_state")
     return optimizer
+
+
+def _copier() -> Callable[[Tensor], Tensor]:
+    """Return a function that copies tensors, each once; in the mode of fake tensors, the copies are fake."""
+    copies: dict[int, Tensor] = {}
+
+    def copied(tensor: Tensor) -> Tensor:
+        if id(tensor) not in copies:
+            copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return copies[id(tensor)]
+
+    return copied
+
+
+def _optimizer_maker(optimizer: Any) -> MakeOptimizer | None:
+    make = OPTIMIZERS.get(optimizer) if isinstance(optimizer, str) else optimizer
+    if optimizer is None or callable(make):
+        return make
+    given = type(optimizer).__name__ if isinstance(optimizer, torch.optim.Optimizer) else repr(optimizer)
+    raise MemoryPredictionError(
+        f"optimizer={given}: use one of {', '.join(map(repr, OPTIMIZERS))}, None, or a function from parameters to an "
+        "optimizer, such as lambda p: torch.optim.SGD(p, lr=0.1); the step runs on copies of the model's parameters"
+    )
+
+
+def device_type(device: Any) -> str:
+    """Return the type of a device or of its name."""
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        raise MemoryPredictionError(f"device={device!r} is not a device: give 'cpu', 'cuda' or None") from error
+
+
+def _target_device(device: Any, model_device: str, fake: bool) -> str:
+    """Return the type of the device that a prediction is for.
+
+    A step on fake tensors of the CPU predicts one of a GPU, too, without what only the CPU's kernels allocate.
+    """
+    target = model_device if device is None else device_type(device)
+    elsewhere = fake and model_device in ("cpu", "meta") and target not in ("cpu", "meta")
+    if target != model_device and not elsewhere:
+        why = "" if fake else ", and fake=False runs the step where the model is"
+        raise MemoryPredictionError(
+            f"device={device!r}, but the model is on {model_device}{why}: move it first, model.to({target!r}), or give "
+            "None"
+        )
+    return target
+
+
+def _require_autocast(dtype: Any, device: str) -> None:
+    """Raise for a type in which autocast does not run on a device: torch would warn and run without autocast."""
+    if dtype not in (None, torch.bfloat16, torch.float16):
+        raise MemoryPredictionError(f"autocast={dtype!r}: use torch.bfloat16, torch.float16, or None for no autocast")
+    if dtype is not None and not torch.amp.is_autocast_available(device):
+        raise MemoryPredictionError(
+            f"autocast={dtype!r}: there is no autocast on {device}, where the model is. Move the model to the CPU or a "
+            "GPU, or give None"
+        )

@@ -26,7 +26,7 @@ CATEGORIES = ("parameters", "inputs", "optimizer_state", "gradients", "activatio
 
 
 class UnsizedWorkspaceError(Exception):
-    """A fused kernel keeps a workspace whose size only a real run tells."""
+    """A fused kernel saves a workspace whose size only a real run shows."""
 
 
 @dataclass
@@ -52,9 +52,9 @@ class Moment:
     gradients: int
     """What stands in ``.grad`` of a parameter."""
     activations: int
-    """What autograd keeps for the backward pass."""
+    """What autograd saves for backward."""
     temporary: int
-    """All else: results on their way to the next layer, gradients of activations, copies inside CPU convolutions."""
+    """The rest: results on their way to the next layer, gradients of activations, copies inside CPU convolutions."""
 
     @property
     def total(self) -> int:
@@ -76,6 +76,8 @@ class StorageTracker(TorchDispatchMode):
     """Whether to count the copies inside convolutions of the CPU."""
     phase: str = "setup"
     timeline: list[Moment] = field(default_factory=list)
+    saved_by_module: dict[str, int] = field(default_factory=dict)
+    """What was saved for backward when a forward pass ended, of the pass that saved most."""
 
     def __post_init__(self) -> None:
         """Start with nothing alive."""
@@ -121,11 +123,13 @@ class StorageTracker(TorchDispatchMode):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Record the moments of one phase of the step."""
+        """Record the moments of one phase of the step, and after a forward pass what it saved."""
         self.phase = phase
         yield
         self._record()
         self.phase = "setup"
+        if phase == "forward" and self._bytes["activations"] > sum(self.saved_by_module.values()):
+            self.saved_by_module = self.saved_bytes_by_module()
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -137,7 +141,10 @@ class StorageTracker(TorchDispatchMode):
         self._record()  # what died since the last operation is gone, what it left is alive
         fake = any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(args))
         if fake and func in _UNSIZED:
-            raise UnsizedWorkspaceError(func.name())
+            raise UnsizedWorkspaceError(
+                f"the workspace of the fused kernel {func.name()} has no size; within "
+                "torch.backends.mkldnn.flags(enabled=False), the plain kernel of the CPU is predicted"
+            )
         result = func(*args, **(kwargs or {}))
         if fake and func is torch.ops.aten.native_batch_norm.default:
             result = _with_real_statistics(result, args[1:5])
@@ -158,9 +165,9 @@ class StorageTracker(TorchDispatchMode):
             self.timeline.append(Moment(self.phase, **self._bytes | {"temporary": temporary}))
 
 
-def _with_real_statistics(result: tuple, own: tuple) -> tuple:
+def _with_real_statistics(result: tuple, parameters: tuple) -> tuple:
     """Give what a BatchNorm saves the type of its weight or running statistics: fake kernels take the input's."""
-    dtype = next((tensor.dtype for tensor in own if tensor is not None), result[0].dtype)
+    dtype = next((tensor.dtype for tensor in parameters if tensor is not None), result[0].dtype)
     return result[0], *(statistic.to(dtype) for statistic in result[1:])
 
 

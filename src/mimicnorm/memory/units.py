@@ -18,7 +18,7 @@ _BY_LOWER_CASE = {unit.lower(): factor for unit, factor in _FACTORS.items()}
 def parse_bytes(amount: str | int | float) -> int:
     """Read an amount of memory: a number of bytes, or a number with a unit.
 
-    Binary units (KiB, MiB, GiB, TiB) and decimal ones (KB, MB, GB, TB) are told apart; a letter alone (16G) is binary,
+    Binary units (KiB, MiB, GiB, TiB) and decimal ones (KB, MB, GB, TB) are different; a letter alone (16G) is binary,
     as for Docker, Slurm and Java. Case does not matter.
 
     Example:
@@ -28,10 +28,10 @@ def parse_bytes(amount: str | int | float) -> int:
     match = re.fullmatch(r"\s*((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,2})?)\s*([A-Za-z]*)\s*", str(amount))
     factor = _BY_LOWER_CASE.get(match[2].lower()) if match else None
     count = round(Fraction(match[1]) * factor) if match and factor else 0
-    if count < 1:
+    if not 1 <= count < 2**63:
         raise MemoryPredictionError(
-            f"{amount!r} is not an amount of memory: write a whole number of bytes from 1 on, or a number with one of "
-            f"{', '.join(unit for unit in _FACTORS if unit)}, as in '16 GiB'"
+            f"{amount!r} is not an amount of memory: write a number of bytes from 1 to 2^63 - 1, or a number with one "
+            f"of {', '.join(unit for unit in _FACTORS if unit)}, as in '16 GiB'"
         )
     return count
 

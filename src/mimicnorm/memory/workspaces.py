@@ -2,8 +2,8 @@
 
 oneDNN computes on copies in a layout of its own, with the channels in blocks as wide as a register. They are gone when
 the operation returns, so no count of tensors sees them; where one layer's weights are large beside the activations,
-they are the peak. Read off the profiler's events and held to them in the tests. Scratchpads, and what each thread keeps
-for itself, are small and left out.
+they are the peak. The rules are read off the profiler's events, and the tests compare them. Scratchpads and the buffers
+of each thread are small and left out.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def workspace_bytes(func: Any, args: tuple, result: Any) -> int:
-    """How much more than its results is alive inside an operation; 0 for all but convolutions on the CPU."""
+    """Return how much more than its results is alive inside an operation: 0 except for convolutions on the CPU."""
     if func is torch.ops.aten.convolution.default:
         x, weight, _, stride, _, _, transposed, _, groups = args
         y, settings, wanted = result, args[2:], None
@@ -36,18 +36,18 @@ def workspace_bytes(func: Any, args: tuple, result: Any) -> int:
     # What a dense convolution with a stride gives back to its input's side is turned round in two steps.
     two_steps = groups == 1 and max(stride) > 1
     if wanted is None:
-        own = _bytes(y)
-        turning = own * (2 if two_steps and transposed else 1) + copy_y
-        return copy_weight if in_place else max(copies, turning) - own
-    own_x, own_weight, own_bias = (_bytes(t) if want else 0 for t, want in zip(result, wanted, strict=True))
-    turning = own_x * (2 if two_steps and not transposed else 1) + copy_x
-    of_x = max(copies, turning) if wanted[0] and not in_place else own_x
-    of_weight = max(copies, own_weight + copy_weight * (2 if in_place else 1)) if wanted[1] else 0
-    return max(of_x, own_x + of_weight) - own_x - own_weight - own_bias
+        y_bytes = _bytes(y)
+        turning = y_bytes * (2 if two_steps and transposed else 1) + copy_y
+        return copy_weight if in_place else max(copies, turning) - y_bytes
+    x_bytes, weight_bytes, bias_bytes = (_bytes(t) if want else 0 for t, want in zip(result, wanted, strict=True))
+    turning = x_bytes * (2 if two_steps and not transposed else 1) + copy_x
+    of_x = max(copies, turning) if wanted[0] and not in_place else x_bytes
+    of_weight = max(copies, weight_bytes + copy_weight * (2 if in_place else 1)) if wanted[1] else 0
+    return max(of_x, x_bytes + of_weight) - x_bytes - weight_bytes - bias_bytes
 
 
 def _kernel(x: Tensor, weight: Tensor, settings: tuple) -> str | None:
-    """Who computes a convolution: torch's own choice, by shapes, types and the number of threads."""
+    """Return the kernel that torch chooses for a convolution, by shapes, types and the number of threads."""
     if x.device.type != "cpu" or not x.numel():
         return None
     if x.dim() == 3:  # made two-dimensional, as torch does before it chooses
@@ -59,7 +59,7 @@ def _kernel(x: Tensor, weight: Tensor, settings: tuple) -> str | None:
 
 
 def _copies(x: Tensor, weight: Tensor, y: Tensor, groups: int) -> tuple[int, int, int]:
-    """Bytes of the copies of input, weight and output, their channels filled up to whole blocks."""
+    """Return the bytes of the copies of input, weight and output, their channels filled up to whole blocks."""
     block = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
     depthwise = groups > 1 and weight.shape[1] == 1
     colours = x.shape[1] < 4 and max(weight.shape[2:]) > 1  # an image is read as it is

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -43,6 +44,7 @@ def element(draw: Callable[[Axes], None], height: float) -> str:
     draw(axis)
     text = svg(figure)
     text = re.sub(r' id="[\w.]+_\d+"', "", text)  # figure_1, axes_1, ...: the same in every figure of the page
+    text = re.sub(r'font-family: [^;"]*;? ?', "", text)  # the page's font
     return re.sub("|".join(_VARIABLES), lambda match: _VARIABLES[match[0]], text)
 
 
@@ -82,8 +84,9 @@ def curves(axis: Axes, methods: Sequence[dict[str, Any]], quantity: str, factor:
 
 
 def points_of(run: dict[str, Any], quantity: str) -> list[tuple[int, float]]:
-    """Return the (epoch, value) pairs of a run; epochs without a value are left out."""
-    return [(line["epoch"], line[quantity]) for line in run["history"] if line[quantity] is not None]
+    """Return the (epoch, value) pairs of a run; epochs without a finite value are left out."""
+    points = [(line["epoch"], line[quantity]) for line in run["history"]]
+    return [(epoch, value) for epoch, value in points if value is not None and math.isfinite(value)]
 
 
 def bars(axis: Axes, items: Sequence[Bar]) -> None:

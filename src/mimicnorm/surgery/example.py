@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from collections import deque
 from collections.abc import Mapping
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from mimicnorm.errors import ExampleError
 
 _NOISE_SAMPLES, _NOISE_POSITIONS = 64, 2**18
+_NESTED_OBJECTS = 3  # an object may hold another, but should not lead to a trainer and its data set
+_NO_CONTAINERS = (str, bytes, int, float, type, nn.Module, FunctionType, MethodType, ModuleType)
 
 
 def call_arguments(model: nn.Module, example: Any) -> tuple[tuple, dict]:
@@ -67,22 +69,36 @@ def with_more_samples(example: Any) -> tuple[int, ...] | None:
 
 
 def tensors_in(values: Any) -> list[Tensor]:
-    """Depth first through containers, mappings of any class, dataclasses and objects with tensor attributes."""
+    """The tensors in containers, mappings, dataclasses and other objects, depth first.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> len(tensors_in({"a": torch.zeros(1), "b": [SimpleNamespace(c=torch.zeros(1))]}))
+        2
+    """
     flat: list[Tensor] = []
-    for leaf in pytree.tree_leaves(values):
-        if isinstance(leaf, Tensor):
-            flat.append(leaf)
-        elif isinstance(leaf, Mapping):
-            flat += tensors_in(list(leaf.values()))
-        elif isinstance(leaf, (list, tuple)):  # of a class of somebody's own
-            flat += tensors_in(list(leaf))
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            flat += tensors_in([getattr(leaf, f.name) for f in dataclasses.fields(leaf)])
-        else:
-            slots = [s for cls in type(leaf).__mro__ for s in _names(getattr(cls, "__slots__", ()))]
-            attributes = {**{s: getattr(leaf, s, None) for s in slots}, **getattr(leaf, "__dict__", {})}
-            flat += [t for t in pytree.tree_leaves(attributes) if isinstance(t, Tensor)]
+    seen: dict[int, Any] = {}
+    waiting = [(values, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if isinstance(value, Tensor):
+            flat.append(value)
+        elif not isinstance(value, _NO_CONTAINERS) and id(value) not in seen:
+            seen[id(value)] = value
+            held, deeper = _contents(value)
+            if depth + deeper <= _NESTED_OBJECTS:
+                waiting += [(inner, depth + deeper) for inner in reversed(held)]
     return flat
+
+
+def _contents(value: Any) -> tuple[list[Any], bool]:
+    """What a container or an object holds, and whether it is an object."""
+    if isinstance(value, Mapping):
+        return list(value.values()), False
+    if isinstance(value, (list, tuple, set, deque)):
+        return list(value), False
+    slots = [s for cls in type(value).__mro__ for s in _names(getattr(cls, "__slots__", ()))]
+    return [*(getattr(value, s, None) for s in slots), *getattr(value, "__dict__", {}).values()], True
 
 
 def _names(slots: Any) -> tuple[str, ...]:

@@ -9,8 +9,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import torch
-
 from mimicnorm.surgery.graph import Graph, Node
 from mimicnorm.surgery.ops import Kind
 
@@ -43,33 +41,6 @@ def carried(node: Node) -> Node | None:
             return n
     whole = whole if len(whole) == 1 else [n for n in whole if _is_normed(n)]
     return whole[0] if len(whole) == 1 else None
-
-
-def shifted(operands: tuple[Node, ...], shape: torch.Size, layers: int) -> Node | None:
-    """Of an addition's operands, the one that the others only shift: there no branch meets a skip.
-
-    That is so where the others are spread over positions (FiLM, the beta of a conditional BatchNorm), and where a
-    BatchNorm's output is scaled and shifted by maps of common origin that have no layer in common with it (SPADE).
-
-    Args:
-        operands: What is added, all of it from data.
-        shape: Of the sum.
-        layers: Bit set of the weight layers so far.
-    """
-    whole = [n for n in operands if n.shape == shape]
-    if len(whole) == 1:
-        return whole[0]
-    for n in whole:
-        product = walk_back(n, _TO_OWNER)
-        kept = carried(product) if product.kind is Kind.PRODUCT else None
-        if kept is None or not _is_normed(kept):
-            continue
-        gammas, betas = ([o for o in group if o is not keep] for group, keep in ((product.inputs, kept), (operands, n)))
-        apart = not any(o.ancestors & kept.ancestors & layers for o in (*gammas, *betas))
-        apart = apart and not any(map(_is_normed, betas))  # else two streams meet, each with its norm
-        if apart and all(g.ancestors & b.ancestors & ~kept.ancestors for g in gammas for b in betas):
-            return n
-    return None
 
 
 def _is_normed(node: Node) -> bool:
@@ -148,7 +119,7 @@ def _modulated(product: Node) -> bool:
     if kept is None:
         return False
     others = [n for n in product.inputs if n is not kept]
-    return all((n.shape != kept.shape or _is_normed(kept)) and not n.ancestors >> kept.index & 1 for n in others)
+    return all(n.shape != kept.shape and not n.ancestors >> kept.index & 1 for n in others)
 
 
 def reaches_activation(node: Node) -> bool:
@@ -267,9 +238,11 @@ def sums(graph: Graph) -> list[Sum]:
 
 def _flatten(node: Node) -> list[Node]:
     flat: list[Node] = []
-    for operand in summands(node) or ():
+    waiting = list(reversed(summands(node) or ()))
+    while waiting:
+        operand = waiting.pop()
         if operand.kind is Kind.SUM and read_once(operand):
-            flat += _flatten(operand)
+            waiting += reversed(operand.inputs)
         else:
             flat.append(operand)
     return flat

@@ -69,7 +69,7 @@ class Graph:
         norm_inputs: What each BatchNorm module was called with, by name; its shape is the module's own view.
         fake: Whether it was recorded on fake tensors; on real ones, values may have steered the model.
         training: Whether in training mode.
-        seed: Of the random numbers.
+        other_mode: The recording in the other mode, if there was one.
     """
 
     nodes: list[Node] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Graph:
     norm_inputs: dict[str, torch.Size] = field(default_factory=dict)
     fake: bool = True
     training: bool = True
-    seed: int = 0
+    other_mode: Graph | None = None
 
     def calls(self, name: str) -> list[Node]:
         """The outputs of a weight layer or BatchNorm, one per use."""

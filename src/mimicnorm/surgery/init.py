@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from mimicnorm.errors import ExampleError, InitError
@@ -23,6 +24,7 @@ from mimicnorm.layers import (
     Standardised,
     WeightMean,
 )
+from mimicnorm.methods.edits import LayerEdit
 from mimicnorm.surgery.example import call_arguments, describe, tensors_in, with_more_samples
 from mimicnorm.surgery.isolate import instead_of_forward, run
 from mimicnorm.surgery.plan import Plan
@@ -64,17 +66,19 @@ def initialise(model: nn.Module, steps: Plan, init: str, example: Any) -> None:
                 if isinstance(m, (Shift, Scale, FixupScalars, GroupNorm)):
                     _reset(m, n.scale)
         for step, m in planned:
-            if step.start == "scale" and init == "theory":
-                _scale_rows_(m.weight, step.gain)  # pyrefly: ignore
-            elif step.start == "draw" and (init == "theory" or _degenerate(m)):
-                draw_(m.weight, step.gain, step.fan_in)  # pyrefly: ignore  # tied: as its last holder wants it
+            if init == "theory" or (step.start == "draw" and _degenerate(m)):
+                _start_as_in_theory(m, step)
         if init == "calibrate":
             _calibrate(model, steps, example)
 
 
-def draw_(weight: Tensor, gain: float, fan_in: int) -> None:
-    """Normal weights of standard deviation gain / sqrt(fan_in)."""
-    weight.normal_(0.0, gain / math.sqrt(fan_in))
+def _start_as_in_theory(layer: nn.Module, step: LayerEdit) -> None:
+    """Draw normal weights of standard deviation gain / sqrt(fan_in), or scale them so, where zeros stay zero."""
+    weight: Any = layer.weight  # tied: as its last holder wants it
+    if step.start == "draw":
+        weight.normal_(0.0, step.gain / math.sqrt(step.fan_in))
+    elif step.start == "scale" and weight.any():
+        weight.mul_(step.gain / math.sqrt(float(weight.float().square().sum() / weight.shape[0])))
 
 
 def _reset(module: nn.Module, scale: float | None, frozen: bool = False) -> None:
@@ -94,13 +98,6 @@ def _reset(module: nn.Module, scale: float | None, frozen: bool = False) -> None
             t.fill_(value)
 
 
-def _scale_rows_(weight: Tensor, gain: float) -> None:
-    """Scale weights to the norm that drawn ones would have, so that zeros stay zero."""
-    squares = weight.float().square().sum() / weight.shape[0]
-    if squares > 0:
-        weight.mul_(gain / math.sqrt(float(squares)))
-
-
 def _degenerate(layer: nn.Module) -> bool:
     """Weights that no factor can bring to unit variance: all zero, or nothing left once centred."""
     weight = layer.effective_weight() if isinstance(layer, WeightMean) else layer.weight
@@ -111,81 +108,116 @@ def _calibrate(model: nn.Module, steps: Plan, example: Any) -> None:
     if example is None:
         raise InitError('init="calibrate" needs an example: one batch of data, or its shape')
     more = with_more_samples(example)
+    calibration = None
     if more is not None:
-        try:
-            return _calibrate_on(model, steps, more)
-        except ExampleError:  # a batch size written into the model, or too much for its device
-            pass  # nothing is lost: every scale is set again
-    return _calibrate_on(model, steps, example)
+        with contextlib.suppress(ExampleError):  # a batch size written into the model, or too much for its device
+            calibration = _Calibration(model, steps).run_on(more)
+    (calibration or _Calibration(model, steps).run_on(example)).apply()
 
 
-def _calibrate_on(model: nn.Module, steps: Plan, example: Any) -> None:
-    modules = dict(model.named_modules())
-    scalars = [m for n in steps.norms for m in modules[n.name].modules() if isinstance(m, Scale)]
-    gates = {id(modules[name]) for name in steps.gates}
-    frozen = [step for step in steps.layers if step.start == "keep"]
-    untouchable = {step.name for step in frozen if step.scale is None}
-    wanted = [name for name in (*(step.name for step in steps.layers), *steps.gates) if name not in untouchable]
-    pending = {id(modules[name]): name for name in wanted} | {id(m): "a residual scalar" for m in scalars}
-    watched = [modules[name] for name in pending.values() if name in modules] + scalars
-    scaled: set[int] = set()
-    factors: list[tuple[nn.Module, str, float]] = []
-    # A branch ends as the theory would have it: in s^2 times the variance predicted before its scalar.
-    targets = {id(modules[step.name]): step.scale**2 * step.v for step in steps.layers if step.scale is not None}
-    for n in steps.norms:
-        if n.scale is not None and n.v is not None:
-            targets |= {id(m): n.scale**2 * n.v for m in modules[n.name].modules() if isinstance(m, Scale)}
+class _Calibration:
+    """One pass that scales each layer's weight at its first use, on copies of the weights; then the weights themselves.
 
-    def first_use(module: nn.Module, forward: Callable) -> Callable:
-        def forward_and_scale(*args: Any, **kwargs: Any) -> Tensor:
-            output = forward(*args, **kwargs)
-            name = pending.pop(id(module), None)
-            attribute = _scaled_attribute(module, scaled)
-            target = getattr(module, attribute)
-            if name is None or id(target) in scaled:  # tied to a layer that ran before: its first use decides
-                return output
-            scaled.add(id(target))
-            aim = targets.get(id(module), 1.0)
-            variance = _variance(output) / aim
-            if id(module) in gates:
-                variance /= _GATE_VARIANCE
-                if not 1 < variance < math.inf:
-                    return output
-            factor = _to_unit_variance(name, [tuple(t.shape) for t in tensors_in(output)], variance)
-            target.mul_(factor)
-            factors.append((module, attribute, factor))
-            again = forward(*args, **kwargs)
-            if id(module) not in gates:
-                _read_back(name, _variance(again) / aim)
-            return again
+    Attributes:
+        pending: The modules that are scaled at their first use, with a name for messages.
+        aims: The variance that a module's output is to have, if not 1.
+        done: What was scaled: a module, its attribute, the factor.
+        dead: Modules whose output did not vary over the example.
+    """
 
-        return forward_and_scale
+    def __init__(self, model: nn.Module, steps: Plan):
+        self.model, self.steps, self.modules = model, steps, dict(model.named_modules())
+        self.gates = {self.modules[name] for name in steps.gates}
+        frozen = {step.name for step in steps.layers if step.start == "keep"}
+        self.frozen = [self.modules[name] for name in frozen]
+        # A branch ends as the theory would have it: in s^2 times the variance predicted before its scalar.
+        self.aims = {self.modules[s.name]: s.scale**2 * s.v for s in steps.layers if s.scale is not None}
+        layers = [s.name for s in steps.layers if s.name not in frozen or s.scale is not None]
+        self.pending = {self.modules[name]: name for name in (*layers, *steps.gates)}
+        for n in steps.norms:
+            for m in self.modules[n.name].modules():
+                if isinstance(m, Scale):
+                    self.pending[m] = "a residual scalar"
+                    self.aims |= {m: n.scale**2 * n.v} if n.scale is not None and n.v is not None else {}
+        self.scaled: set[int] = set()
+        self.done: list[tuple[nn.Module, str, float]] = []
+        self.dead: list[nn.Module] = []
 
-    def call(args: tuple, kwargs: dict) -> None:
-        scaled.update(id(modules[step.name].weight) for step in frozen)  # what is scaled there is the scalar
-        for m in model.modules():
+    def run_on(self, example: Any) -> _Calibration:
+        """Run the pass in training mode, so that auxiliary heads run, but without dropout."""
+        modes = (torch.no_grad(), _NoDropout())
+        run(self.model, self._pass, call_arguments(self.model, example), training=True, modes=modes)
+        return self
+
+    def apply(self) -> None:
+        """Scale the weights; layers without a signal start as in the theory."""
+        for module, attribute, factor in self.done:
+            getattr(module, attribute).mul_(factor)
+        for step in self.steps.layers:
+            module = self.modules[step.name]
+            if module in self.dead or (module in self.pending and step.start == "draw"):
+                _start_as_in_theory(module, step)
+        names = [step.name for step in self.steps.layers if self.modules[step.name] in self.dead]
+        if names:
+            others = f" and {len(names) - 1} other layers" if len(names) > 1 else ""
+            note = f"the example gives no signal to calibrate {names[0]!r}{others} with: theirs is the theory's start"
+            self.steps.notes += [note] if note not in self.steps.notes else []
+
+    def _pass(self, args: tuple, kwargs: dict) -> None:
+        self.scaled = {id(m.weight) for m in self.frozen}  # what is scaled there is the scalar
+        for m in self.model.modules():
             if _drops(m) or isinstance(m, LastNorm):
                 m.training = False
-        with instead_of_forward(watched, first_use):
-            try:
-                model(*args, **kwargs)
-            except InitError:
-                raise
-            except Exception as error:
-                raise ExampleError(
-                    f"the model's forward raised while calibrating on ({describe(args, kwargs)}): "
-                    f"{type(error).__name__}: {error}"
-                ) from error
+        try:
+            with instead_of_forward(list(self.pending), self._scaled_at_first_use):
+                self.model(*args, **kwargs)
+        except InitError:
+            raise
+        except Exception as error:
+            raise ExampleError(
+                f"the model's forward raised while calibrating on ({describe(args, kwargs)}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
-    # In training mode, so that auxiliary heads run. The pass scales copies of the weights: what else it changes
-    # (statistics, a momentum encoder) is not to be kept.
-    modes = (torch.no_grad(), _NoDropout())
-    run(model, call, call_arguments(model, example), training=True, modes=modes)
-    for module, attribute, factor in factors:
-        getattr(module, attribute).mul_(factor)
-    for step in steps.layers:
-        if step.start == "draw" and id(modules[step.name]) in pending:  # it did not run: the theory is the best guess
-            draw_(modules[step.name].weight, step.gain, step.fan_in)  # pyrefly: ignore
+    def _scaled_at_first_use(self, module: nn.Module, forward: Callable) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            output = forward(*args, **kwargs)
+            name = self.pending.pop(module, None)
+            factor = self._scale(module, name, output) if name is not None else None
+            if factor is None:
+                return output
+            again = forward(*args, **kwargs)
+            if module not in self.gates:
+                _read_back(str(name), _variance(again) / self.aims.get(module, 1.0))
+            return again
+
+        return call
+
+    def _scale(self, module: nn.Module, name: str, output: Any) -> float | None:
+        """Scale a module for the variance that its output is to have; return the factor, None if it stays."""
+        attribute = _scaled_attribute(module, self.scaled)
+        target = getattr(module, attribute)
+        if id(target) in self.scaled:  # tied to a layer that ran before: its first use decides
+            return None
+        self.scaled.add(id(target))
+        variance = _variance(output) / self.aims.get(module, 1.0)
+        if module in self.gates:
+            variance /= _GATE_VARIANCE
+            if not 1 < variance < math.inf:
+                return None
+        if not math.isfinite(variance):
+            shapes = ", ".join(str(tuple(t.shape)) for t in tensors_in(output))
+            raise InitError(
+                f"cannot calibrate {name}: the variance of its output {shapes} is {variance}. "
+                "Give an example whose values are finite (real data is best)."
+            )
+        if variance == 0:
+            self.dead.append(module)
+            return None
+        factor = variance**-0.5
+        target.mul_(factor)
+        self.done.append((module, attribute, factor))
+        return factor
 
 
 def _scaled_attribute(module: nn.Module, scaled: set[int]) -> str:
@@ -195,28 +227,14 @@ def _scaled_attribute(module: nn.Module, scaled: set[int]) -> str:
     up for small weights (it would be 3 to 5 with PyTorch's), each step would be that much larger than planned.
     """
     weight = getattr(module, "weight", None)
-    scalar = _scalar(module) is not None and (weight is None or id(weight) in scaled)
-    return "residual_scale" if scalar else "weight"
-
-
-def _scalar(module: nn.Module) -> Tensor | None:
-    """The residual scalar that the conversion gave a module; a user's own of that name is not meant."""
-    return module.residual_scale if isinstance(module, _WITH_SCALAR) else None  # pyrefly: ignore
+    scalar = isinstance(module, _WITH_SCALAR) and module.residual_scale is not None
+    return "residual_scale" if scalar and (weight is None or id(weight) in scaled) else "weight"
 
 
 def _variance(output: Any) -> float:
     """Of what a layer returns, which may be several tensors."""
     values = [t.float().flatten() for t in tensors_in(output) if t.is_floating_point()]
     return float(torch.cat(values).var(correction=0)) if values else math.nan
-
-
-def _to_unit_variance(name: str, shapes: list[tuple[int, ...]], variance: float) -> float:
-    if not (math.isfinite(variance) and variance > 0):
-        raise InitError(
-            f"cannot calibrate {name}: the variance of its output {', '.join(map(str, shapes))} is {variance}. "
-            "Give an example whose samples differ and are finite (real data is best)."
-        )
-    return variance**-0.5
 
 
 def _read_back(name: str, variance: float) -> None:

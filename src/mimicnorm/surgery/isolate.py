@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils import _pytree as pytree
 
 _ATOMS = (str, bytes, int, float, complex, type(None), type, torch.dtype, torch.device, torch.Size)
@@ -83,7 +82,9 @@ def run(
 def _copy(t: Tensor, mode: Any) -> Tensor:
     if nn.parameter.is_lazy(t):
         return t
-    value = t.clone() if t.is_inference() else t.detach()  # fake tensors and versions are not for inference tensors
+    value = (
+        t.detach().clone() if t.is_inference() else t.detach()
+    )  # fake tensors and versions are not for inference tensors
     if isinstance(mode, FakeTensorMode):
         return mode.from_tensor(value)
     return value.clone().requires_grad_(t.requires_grad)
@@ -221,32 +222,22 @@ def _seed(value: int) -> None:
 
 
 @contextlib.contextmanager
-def following(enter: Callable, leave: Callable) -> Iterator[None]:
-    """Call ``enter(module, args)`` and ``leave(module, args, output)`` around every module that runs."""
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextlib.contextmanager
 def instead_of_forward(modules: Iterable[nn.Module], wrap: Callable) -> Iterator[None]:
     """Wrap ``forward`` on the instances: unlike a hook it also sees ``layer.forward(x)``.
 
     Args:
-        modules: The modules.
+        modules: The modules. Scripted ones are left out, as their forward is not Python's.
         wrap: ``wrap(module, forward)`` returns what is called in place of ``forward``.
     """
-    modules = list(modules)
+    wrapped = [(m, m.__dict__.get("forward")) for m in modules if not isinstance(m, torch.jit.ScriptModule)]
     try:
-        for m in modules:
+        for m, _ in wrapped:
             m.__dict__["forward"] = wrap(m, m.forward)
         yield
     finally:
-        for m in modules:
+        for m, before in wrapped:
             m.__dict__.pop("forward", None)
+            m.__dict__.update({} if before is None else {"forward": before})
 
 
 @contextlib.contextmanager

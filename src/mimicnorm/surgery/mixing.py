@@ -8,6 +8,7 @@ samples decide, module by module.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mimicnorm.surgery.aliases import storage_of
 from mimicnorm.surgery.example import call_arguments, tensors_in
 from mimicnorm.surgery.graph import Graph
-from mimicnorm.surgery.isolate import following, run
+from mimicnorm.surgery.isolate import instead_of_forward, run
 from mimicnorm.surgery.ops import FACTORIES
 from mimicnorm.surgery.record import repeat
-from mimicnorm.surgery.recorder import storage_of
+from mimicnorm.surgery.recorder import Recorder
 
 # Operations that keep the shape, or choose from it, along a dimension that they are told.
 _ALONG = {
@@ -33,16 +35,13 @@ _SAMPLES = 11  # enough that a shuffled batch is not by chance as it was, and th
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 
-def watch(
-    model: nn.Module, example: Any, like: Graph, follow: Iterable[str] = ()
-) -> tuple[Graph, dict[str, str]] | None:
-    """Record a network once more on fake tensors, with a prime as batch size, and see where samples may meet.
+def watch(model: nn.Module, example: Any, like: Graph) -> tuple[Graph, dict[str, str]] | None:
+    """Record a network on fake tensors with a prime as batch size, and see where samples may meet.
 
     Args:
         model: A network; left as it was. BatchNorms pass their input on, as in every recording.
         example: As for ``record``; the first dimension of its first tensor is taken as the batch.
         like: The graph that was recorded with the example's own batch size.
-        follow: As for ``repeat``.
 
     Returns:
         The graph; and by the module's name, in order, its first operation across the batch. None where the example
@@ -65,31 +64,22 @@ def watch(
     tensors = (*model.parameters(), *model.buffers(), *tensors_in(call))
     sizes = {size for t in tensors for size in t.shape if size}
     prime = next(p for p in _primes() if all(size % p for size in sizes))
+    suspects: dict[str, str] = {}
 
     def many(t: Tensor) -> Tensor:
         return t.new_empty((prime, *t.shape[1:])) if t.dim() and t.shape[0] == batch else t
 
-    mode = _Watch(model, prime)
-    with following(mode.enter, mode.leave):
-        graph = repeat(model, example, like, follow=follow, resize=many, watch=mode)
-    return graph, mode.suspects
+    graph = repeat(model, example, like, resize=many, watch=lambda recorder: _Watch(recorder, prime, suspects))
+    return graph, suspects
 
 
 class _Watch(TorchDispatchMode):
     """Follows the batch through a pass by the factor of a prime in the number of elements."""
 
-    def __init__(self, model: nn.Module, prime: int):
+    def __init__(self, recorder: Recorder, prime: int, suspects: dict[str, str]):
         super().__init__()
-        self.prime, self.suspects = prime, dict[str, str]()
-        self.names = {id(m): name for name, m in model.named_modules()}
-        self.stack: list[str] = []
+        self.recorder, self.prime, self.suspects = recorder, prime, suspects
         self.from_data: dict[int, Tensor] = {}  # memory with what comes from data; kept, so that its ids stay valid
-
-    def enter(self, module: nn.Module, *_: Any) -> None:
-        self.stack.append(self.names.get(id(module), self.stack[-1] if self.stack else ""))
-
-    def leave(self, *_: Any) -> None:
-        self.stack.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -100,9 +90,9 @@ class _Watch(TorchDispatchMode):
         inputs, outputs = tensors_in((args, kwargs)), tensors_in(result)
         factors = [self.factors(t) for t in inputs]
         lost = any(f > 1 or (f == 0 and storage_of(t) in self.from_data) for t, f in zip(inputs, factors, strict=True))
-        kept = [self.factors(t) == 1 for t in outputs if t.numel()]
-        if any(kept) and (lost or self.along_batch(func, name, args, kwargs, all(kept))):
-            self.suspects.setdefault(self.stack[-1] if self.stack else "", name)
+        batched = [self.factors(t) == 1 for t in outputs if t.numel()]
+        if any(batched) and (lost or self.along_batch(func, name, args, kwargs, all(batched))):
+            self.suspects.setdefault(self.recorder.where, name)
         if lost or any(factors):
             self.from_data.update((storage_of(t), t) for t in outputs if self.factors(t) == 0)
         return result
@@ -114,7 +104,7 @@ class _Watch(TorchDispatchMode):
             n, found = n // self.prime, found + 1
         return found
 
-    def along_batch(self, func: Any, name: str, args: tuple, kwargs: dict, all_kept: bool) -> bool:
+    def along_batch(self, func: Any, name: str, args: tuple, kwargs: dict, all_batched: bool) -> bool:
         """Whether an operation that keeps the samples works along them, or may."""
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         x = args[0] if args and isinstance(args[0], Tensor) else None
@@ -124,7 +114,7 @@ class _Watch(TorchDispatchMode):
             return False
         if "batch_norm" in name:
             return any(a is True for a in args) and (x.numel() // x.shape[1]) % self.prime == 0
-        if not all_kept:  # what a fused norm returns beside its output: the statistics
+        if not all_batched:  # what a fused norm returns beside its output: the statistics
             return True
         if name in ("index", "index_put"):
             return any(i is not None and size % self.prime == 0 for i, size in zip(args[1], x.shape, strict=False))
@@ -149,7 +139,9 @@ def changes(
     ignored: Iterable[str] = (),
     starts: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """How much the output of some samples changes with the others, by module; a few real passes.
+    """How much the output of some samples changes with the others, by module.
+
+    One real pass, in which each module runs two or three times at its first use; "" is the network itself.
 
     Args:
         model: A network; left as it was.
@@ -160,28 +152,79 @@ def changes(
             signal of a network that has other weights may be lost among its biases.
 
     Returns:
-        Relative to the output's size, and 0 within rounding. NaN where it cannot be told: no real tensors, values that
-        are not finite, no output with a batch dimension, inputs that differ already, randomness without a seed.
+        Relative to the output's size, and 0 within rounding. NaN where it cannot be judged: no real tensors, values
+        that are not finite, no input or no output with a batch dimension, randomness without a seed.
 
     Example:
         >>> changes(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (2, 4), ["1"])
         {'1': 0.0}
     """
     names = list(dict.fromkeys(names))
-    call = call_arguments(model, example)
-    batch = batch_size(call)
-    if batch is None or any(t.is_meta for t in (*tensors_in(call), *model.parameters(), *model.buffers())):
+    arguments = call_arguments(model, example)
+    batch = batch_size(arguments)
+    if batch is None or any(t.is_meta for t in (*tensors_in(arguments), *model.parameters(), *model.buffers())):
         return dict.fromkeys(names, math.nan)
 
-    def passes(samples: int) -> dict[str, float]:
-        return _changes(model, call, starts or {}, set(ignored), names, batch, samples)
+    def trial(samples: int) -> dict[str, float]:
+        shared, found = _shared(samples), dict.fromkeys(names, math.nan)
+        waiting = {model.get_submodule(name): name for name in names if name}
+
+        def tried_at_first_use(module: nn.Module, forward: Callable) -> Callable:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if (name := waiting.pop(module, None)) is not None:
+                    with contextlib.suppress(Exception):  # it takes no other values
+                        found[name] = _change(module, forward, (args, kwargs), shared)
+                return forward(*args, **kwargs)
+
+            return call
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            for name in ignored:
+                model.get_submodule(name).eval()
+            _draw_weights(model, starts or {})
+            with instead_of_forward(list(waiting), tried_at_first_use):
+                return model(*args, **kwargs)
+
+        inputs = pytree.tree_map_only(Tensor, lambda t: _rows(t, batch or 1, samples), arguments)
+        if "" in found:
+            found[""] = _change(model, forward, inputs, shared, training=True)
+        else:
+            _outputs(model, forward, inputs, training=True)
+        return found
 
     try:
-        return passes(_SAMPLES)
+        return trial(_SAMPLES)
     except Exception:
         if batch < 2:
             raise
-        return passes(batch)  # a batch size that is written into the model
+        return trial(batch)  # a batch size that is written into the model
+
+
+def _change(
+    module: nn.Module, forward: Callable, arguments: tuple, shared: Tensor, training: bool | None = None
+) -> float:
+    """How much the output for the shared samples changes when all others do."""
+    others = pytree.tree_map_only(Tensor, lambda t: _replaced(t, shared), arguments)
+    first, second = (_of_shared(_outputs(module, forward, given, training), shared) for given in (arguments, others))
+    same_input = all(a is b for a, b in zip(tensors_in(arguments), tensors_in(others), strict=True))
+    if same_input or not first:
+        return math.nan
+    change = _apart(first, second)
+    if change and _apart(first, _of_shared(_outputs(module, forward, arguments, training), shared)):
+        return math.nan  # it does not do the same twice
+    return change
+
+
+def _outputs(module: nn.Module, forward: Callable, arguments: tuple, training: bool | None) -> Any:
+    def call(args: tuple, kwargs: dict) -> Any:
+        return forward(*args, **kwargs)
+
+    return run(module, call, arguments, training=training, seed=0, modes=(torch.no_grad(),))
+
+
+def _of_shared(values: Any, shared: Tensor) -> list[Tensor]:
+    batched = [t for t in tensors_in(values) if t.is_floating_point() and len(shared) in t.shape]
+    return [t.detach().cpu().movedim(t.shape.index(len(shared)), 0)[shared] for t in batched]
 
 
 def _draw_weights(model: nn.Module, starts: Mapping[str, float]) -> None:
@@ -196,42 +239,23 @@ def _draw_weights(model: nn.Module, starts: Mapping[str, float]) -> None:
             p.copy_((starts.get(name) or 0.1) * drawn)
 
 
-def _changes(
-    model: nn.Module,
-    call: tuple,
-    starts: Mapping[str, float],
-    ignored: set[str],
-    names: list[str],
-    batch: int,
-    samples: int,
-) -> dict[str, float]:
-    batched = [t.dim() > 0 and t.shape[0] == batch for t in tensors_in(call)]
-    rows = torch.arange(samples, device="cpu") % batch
-    shared = _shared(samples)
+def _rows(t: Tensor, batch: int, samples: int) -> Tensor:
+    """As many samples of an input as are needed."""
+    return t[torch.arange(samples, device=t.device) % batch] if t.dim() and t.shape[0] == batch else t
 
-    def enough(t: Tensor) -> Tensor:
-        return t[rows.to(t.device)]
 
-    def others(t: Tensor) -> Tensor:
-        t = enough(t)
-        if t.is_floating_point():
-            t[~shared] = 0.5 - 3 * t[~shared]
-        else:
-            order = torch.randperm(t.numel(), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-            t[~shared] = t.flatten()[order.to(t.device)].view_as(t)[~shared]
+def _replaced(t: Tensor, shared: Tensor) -> Tensor:
+    """All samples but the shared ones replaced by other values; integers by values that occur."""
+    if len(shared) not in t.shape:
         return t
-
-    def calls(change: Callable[[Tensor], Tensor]) -> _Calls:
-        which = iter(batched)
-        given = pytree.tree_map_only(Tensor, lambda t: change(t) if next(which) else t, call)
-        return _pass(model, given, starts, ignored, names, shared)
-
-    first, second = calls(enough), calls(others)
-    found = {name: _worst(first.get(name, []), second.get(name, [])) for name in names}
-    if any(found.values()):
-        again = calls(enough)
-        found |= {n: math.nan for n in names if found[n] and _worst(first.get(n, []), again.get(n, [])) != 0}
-    return found
+    t = t.clone()
+    rows = t.movedim(t.shape.index(len(shared)), 0)
+    if t.is_floating_point():
+        rows[~shared] = 0.5 - 3 * rows[~shared]
+    else:
+        order = torch.randperm(t.numel(), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
+        rows[~shared] = rows.flatten()[order.to(t.device)].view_as(rows)[~shared]
+    return t
 
 
 def _shared(samples: int) -> Tensor:
@@ -242,59 +266,16 @@ def _shared(samples: int) -> Tensor:
     return shared
 
 
-_Calls = dict[str, list[tuple[list[Tensor], list[Tensor]]]]  # by module, the shared samples in and out of every call
-
-
-def _pass(
-    model: nn.Module, call: tuple, starts: Mapping[str, float], ignored: set[str], names: list[str], shared: Tensor
-) -> _Calls:
-    wanted = {id(model.get_submodule(name)): name for name in names}
-    calls: _Calls = {}
-    open_: list[list[Tensor]] = []
-
-    def of_shared(values: Any) -> list[Tensor]:
-        found = [t for t in tensors_in(values) if t.is_floating_point() and len(shared) in t.shape]
-        return [t.detach().cpu().movedim(t.shape.index(len(shared)), 0)[shared] for t in found]
-
-    def enter(module: nn.Module, args: Any) -> None:
-        if id(module) in wanted:
-            open_.append(of_shared(args))
-
-    def leave(module: nn.Module, args: Any, output: Any) -> None:
-        del args
-        if id(module) in wanted:
-            calls.setdefault(wanted[id(module)], []).append((open_.pop(), of_shared(output)))
-
-    def one_pass(args: tuple, kwargs: dict) -> None:
-        for name in ignored:
-            model.get_submodule(name).eval()
-        _draw_weights(model, starts)
-        with following(enter, leave):
-            model(*args, **kwargs)
-
-    run(model, one_pass, call, training=True, seed=0, modes=(torch.no_grad(),))
-    return calls
-
-
-def _worst(a: list, b: list) -> float:
-    """The largest change of an output over the calls whose inputs agree; NaN if there is none to judge by."""
-    judged = [
-        _apart(one[1], other[1]) for one, other in zip(a, b, strict=False) if one[1] and not _apart(one[0], other[0])
-    ]
-    finite = [change for change in judged if not math.isnan(change)]
-    return max(finite) if finite and (max(finite) > 0 or len(finite) == len(judged)) else math.nan
-
-
 def _apart(a: list[Tensor], b: list[Tensor]) -> float:
-    worst, told = 0.0, True
+    """The largest relative difference of two lists of tensors; NaN if that is not a number."""
+    worst, defined = 0.0, True
     for one, other in zip(a, b, strict=True):
         difference = torch.where(one == other, 0.0, one.double() - other.double()).norm()
         relative = float(difference / one.double().norm().clamp_min(1e-30)) if difference else 0.0
-        if math.isnan(relative) or math.isinf(relative):
-            told = False
-        elif relative > _TOLERANCE.get(one.dtype, 1e-4):
+        defined &= math.isfinite(relative)
+        if _TOLERANCE.get(one.dtype, 1e-4) < relative < math.inf:
             worst = max(worst, relative)
-    return worst if told or worst else math.nan
+    return worst if defined or worst else math.nan
 
 
 def batch_size(call: tuple[tuple, dict]) -> int | None:

@@ -3,6 +3,12 @@
 The surgery is rehearsed on the model itself and undone: classes and registries change, no value does. What is recorded
 then must be the graph from before without its norms: code that asks for a class (``isinstance(layer, nn.BatchNorm2d)``)
 takes another path once the class is gone. And no sample may see another.
+
+Forward passes that run to their end: ``record`` takes one, and one more if a BatchNorm did not run. The rehearsal takes
+one with a prime as batch size, and one with the example's own if the two graphs differ. Code that asks both for the
+mode and for what a conversion changes is compared in evaluation mode, too: two more. A pass on real tensors decides
+where samples seem to meet; two if it is in the network's own forward. Calibration takes one. Nearly all networks need
+the recording and the rehearsal, and no more.
 """
 
 from __future__ import annotations
@@ -13,7 +19,7 @@ import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -26,12 +32,14 @@ from mimicnorm.surgery.isolate import instead_of_forward, snapshot
 from mimicnorm.surgery.operate import operate
 from mimicnorm.surgery.plan import Plan, Refusal, Report
 from mimicnorm.surgery.record import repeat
+from mimicnorm.surgery.recorder import stand_in
 
 _GIVEN_SHAPES = ("view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "as_strided")
+_ASKS_FOR_CLASS = {"isinstance", "type", "__class__", "hasattr", "getattr", "running_mean", "running_var", "eps"}
 
 
 def prove(model: nn.Module, planned: Plan, graph: Graph, example: Any, allow_mixing: Collection[str]) -> None:
-    """Rehearse a plan; what refuses or is worth knowing goes into it.
+    """Rehearse a plan; refusals and notes go into it.
 
     Args:
         model: The network, before its conversion; left as it was.
@@ -40,89 +48,52 @@ def prove(model: nn.Module, planned: Plan, graph: Graph, example: Any, allow_mix
         example: As for ``plan``.
         allow_mixing: Names of modules that may work across the batch, with all that is inside them.
     """
-    evaluated = _evaluated(model, planned, graph, example)
+    in_training = graph if graph.training or graph.other_mode is None else graph.other_mode
+    originals = [in_training]
+    if _asks_for_mode(model, planned):
+        with contextlib.suppress(Exception):  # it may not run in evaluation mode
+            evaluated = in_training.other_mode or repeat(model, example, Graph(fake=graph.fake, training=False))
+            originals.append(evaluated)
     with _rehearsed(model, planned):
-        watched, suspects = _watched(model, graph, example)
-        compared = [evaluated] if evaluated is not None else []
-        if watched is None or _changed_node(graph, watched, planned, same_batch=False) is not None:
-            compared.insert(0, graph)  # perhaps it differs for the batch size alone: the example's own decides
+        same, suspects = _same_with_another_batch(model, planned, in_training, example)
         try:
-            pairs = [(b, repeat(model, example, b, follow=_called_directly(b))) for b in compared]
+            changes = [n for g in originals[same:] if (n := _change(model, planned, g, example)) is not None]
         except Exception as error:
             _refuse_broken(planned, error)
             return
-        changes = [(b, node) for b, a in pairs if (node := _changed_node(b, a, planned)) is not None]
         if suspects and not changes:
-            _judge(model, planned, example, suspects, allow_mixing)
+            _refuse_mixing(model, planned, example, suspects, allow_mixing)
     if changes:
-        before, node = changes[0]
-        _explain_change(planned, node, _excuse(model, planned, before, example))
+        _explain_change(planned, changes[0], _same_twice(model, planned, in_training, example))
     elif not graph.outputs:
         planned.notes.append("no tensor is seen in what the model returns, so it could not be compared")
+    if not graph.fake:
+        planned.notes.append("the network's control flow reads values: without BatchNorm it may take another path")
 
 
-def _evaluated(model: nn.Module, planned: Plan, graph: Graph, example: Any) -> Graph | None:
-    """The network as it runs in evaluation mode, where the code around what is changed asks for the mode at all."""
+def _asks_for_mode(model: nn.Module, planned: Plan) -> bool:
+    """Whether code around what is changed names the mode, and what a conversion changes."""
     changed = [step.name for step in (*planned.norms, *planned.layers, *planned.heads)]
     around = {name.rsplit(".", i)[0] for name in changed for i in range(1, name.count(".") + 1)} | {""}
-    with contextlib.suppress(Exception):
-        asks = any(_mentions(model.get_submodule(name), "training") for name in around)
-        return (
-            repeat(model, example, Graph(fake=graph.fake, training=False, seed=graph.seed))
-            if asks and graph.training
-            else None
-        )
-    return None
+    names = (_names_in_code(model.get_submodule(name)) for name in around)
+    return any("training" in asked and asked & _ASKS_FOR_CLASS for asked in names)
 
 
-def _mentions(module: nn.Module, attribute: str) -> bool:
-    """Whether the code of a module's class, as far as it is not PyTorch's, names an attribute."""
+def _names_in_code(module: nn.Module) -> set[str]:
+    """The names in the code of a module's class and of the functions it calls, as far as they are not PyTorch's."""
     classes = [cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.")]
-    methods = [value for holder in (module, *classes) for value in vars(holder).values() if callable(value)]
-    codes = [getattr(inspect.unwrap(method), "__code__", None) for method in methods]
-    return any(attribute in _names(code) for code in codes if code is not None)
+    methods = [inspect.unwrap(v) for holder in (module, *classes) for v in vars(holder).values() if callable(v)]
+    names: set[str] = set()
+    for method in (m for m in methods if isinstance(m, FunctionType)):
+        called = (method.__globals__.get(name) for name in _names(method.__code__))
+        functions = [f for f in called if isinstance(f, FunctionType) and not f.__module__.startswith("torch.")]
+        names |= set().union(*(_names(f.__code__) for f in (method, *functions)))
+    return names
 
 
 def _names(code: CodeType) -> set[str]:
     inner = (c for c in code.co_consts if isinstance(c, CodeType))
     return set(code.co_names).union(*map(_names, inner))
-
-
-def _excuse(model: nn.Module, planned: Plan, before: Graph, example: Any) -> str:
-    """What else than its code explains that a network takes another path; empty if nothing does."""
-    with contextlib.suppress(Exception):
-        if _changed_node(before, repeat(model, example, before), planned) is not None:
-            return "the network does not do the same twice (random numbers without a seed?)"
-        if not before.fake and _same_on_same_values(model, planned, before, example):
-            return "the network's control flow reads values"
-    return ""
-
-
-def _same_on_same_values(model: nn.Module, planned: Plan, before: Graph, example: Any) -> bool:
-    """Whether a network takes the same path with other classes but the same values.
-
-    Its norms pass on what they are given, before and after; its layers do as they did.
-    """
-    follow = _called_directly(before)
-    bare = repeat(model, example, before, norms_pass=True)
-    with _rehearsed(model, planned):
-        modules = {model.get_submodule(step.name) for step in (*planned.norms, *planned.layers, *planned.heads)}
-        with instead_of_forward(modules, _as_it_was):
-            after = repeat(model, example, before, follow=follow, norms_pass=True)
-    return _changed_node(bare, after, planned) is None
-
-
-def _as_it_was(module: nn.Module, forward: Callable) -> Callable:
-    """A changed module's forward without the change: a layer's own, nothing of a norm but its other children."""
-    kind: Any = type(module)
-    while issubclass(kind, Derived):
-        kind = kind.base
-    if kind is not type(module):
-        return functools.partial(kind.forward, module)
-    if isinstance(module, Remains):
-        others = [child for name, child in module.named_children() if name != "instead"]
-        return nn.Sequential(nn.Identity(), *others).forward
-    return torch.Tensor.clone if isinstance(module, (nn.Identity, Shift, Scale, FixupScalars, GroupNorm)) else forward
 
 
 @contextlib.contextmanager
@@ -139,24 +110,47 @@ def _rehearsed(model: nn.Module, planned: Plan) -> Iterator[None]:
         restore()
 
 
-def _watched(model: nn.Module, graph: Graph, example: Any) -> tuple[Graph | None, dict[str, str]]:
-    """The graph of a batch of another size, if it can be had, and the modules in which samples may meet."""
-    follow = _called_directly(graph)
-    with contextlib.suppress(Exception):  # a batch size written into the model, or values that fake tensors lack
-        watched = mixing.watch(model, example, graph, follow)
-        if watched is not None and graph.training:
-            return watched
-        if watched is not None:  # recorded in evaluation mode: samples may meet in training only
-            in_training = mixing.watch(model, example, Graph(), follow)
-            assert in_training is not None
-            return watched[0], {**watched[1], **in_training[1]}
-    return None, {"": ""}
+def _same_with_another_batch(
+    model: nn.Module, planned: Plan, graph: Graph, example: Any
+) -> tuple[bool, dict[str, str]]:
+    """Whether a rehearsed network has the same graph on a batch of another size; the modules in which samples may meet.
+
+    False also where there is no such batch: a batch size is written into the model, or values steer it.
+    """
+    with contextlib.suppress(Exception):
+        watched = mixing.watch(model, example, graph)
+        if watched is not None:
+            return _changed_node(graph, watched[0], planned, same_batch=False) is None, watched[1]
+    return False, {"": ""}
 
 
-def _called_directly(graph: Graph) -> set[str]:
-    """Modules whose forward was called past their hooks, as in ``layer.forward(x)``."""
-    named = ((n.layer or n.norm, n.where) for n in graph.nodes)
-    return {name for name, where in named if name and where != name and not where.startswith(f"{name}.")}
+def _change(model: nn.Module, planned: Plan, before: Graph, example: Any) -> Node | None:
+    """The first operation that a rehearsed network does not do as before, on the example's own batch size.
+
+    Where values steer the network, they are those of the original: norms normalise, layers do as they did.
+    """
+    modules = {model.get_submodule(step.name) for step in (*planned.norms, *planned.layers, *planned.heads)}
+    with instead_of_forward(() if before.fake else modules, _as_before):
+        return _changed_node(before, repeat(model, example, before), planned)
+
+
+def _as_before(module: nn.Module, forward: Callable) -> Callable:
+    """The forward of a changed module before the change."""
+    kind: Any = type(module)
+    while issubclass(kind, Derived):
+        kind = kind.base
+    if kind is not type(module):
+        return functools.partial(kind.forward, module)
+    normalise = functools.partial(stand_in, fake=False)
+    if isinstance(module, Remains):
+        others = [child for name, child in module.named_children() if name != "instead"]
+        return lambda x: nn.Sequential(*others)(normalise(x))
+    return normalise if isinstance(module, (nn.Identity, Shift, Scale, FixupScalars, GroupNorm)) else forward
+
+
+def _same_twice(model: nn.Module, planned: Plan, graph: Graph, example: Any) -> bool:
+    """Whether the network itself does the same twice; not so with random numbers that have no seed."""
+    return _changed_node(graph, repeat(model, example, graph), planned) is None
 
 
 # -- the same graph, without its norms ---------------------------------------------------------------------------
@@ -202,11 +196,13 @@ class _Places:
     def of(self, node: Node) -> str | None:
         """The module's name; None for an operation that has to be as it was."""
         if node.norm in self.norms or node.layer in self.layers:
-            return node.norm or node.layer
+            return node.norm if node.norm is not None else node.layer
         name = node.where
-        while name and name not in self.children:
+        while name not in self.children:
             if name in self.norms or name in self.layers:
                 return name
+            if not name:
+                break
             name = name.rpartition(".")[0]
         return None
 
@@ -234,11 +230,14 @@ def _numbered(graph: Graph, places: _Places, numbers: dict[tuple, int], same_bat
     return ids
 
 
-def _explain_change(planned: Plan, changed: Node, excuse: str) -> None:
-    """Refuse a network that takes another path once converted; if something excuses it, a note is enough."""
+def _explain_change(planned: Plan, changed: Node, same_twice: bool) -> None:
+    """Refuse a network that takes another path once converted; if it does so on its own, a note is enough."""
     at = f"{changed.op!r} in {changed.where!r}" if changed.where else f"{changed.op!r} in the model's own forward"
-    if excuse:
-        planned.notes.append(f"{excuse}, and without BatchNorm it took another path ({at})")
+    if not same_twice:
+        planned.notes.append(
+            "the network does not do the same twice (random numbers without a seed?), and without BatchNorm it took "
+            f"another path ({at})"
+        )
         return
     planned.refusals.append(
         Refusal(
@@ -265,36 +264,35 @@ def _refuse_broken(planned: Plan, error: Exception) -> None:
 # -- no sample sees another --------------------------------------------------------------------------------------
 
 
-def _judge(
+def _refuse_mixing(
     model: nn.Module, planned: Plan, example: Any, suspects: dict[str, str], allow_mixing: Collection[str]
 ) -> None:
     """Refuse a network whose samples see each other by numbers, whatever its modules are called."""
     left = {n.name for n in planned.norms if n.action == "leave"}
-    suspects = {name: op for name, op in suspects.items() if name not in left}
+    accepted = {name for name in suspects if any(not a or f"{name}.".startswith(f"{a}.") for a in allow_mixing)}
     starts = {f"{s.name}.weight": s.gain / math.sqrt(s.fan_in) for s in planned.layers}
+    tried = [name for name in suspects if name not in left | accepted]
     try:
-        changes = mixing.changes(model, example, suspects, ignored=left, starts=starts)
+        changes = mixing.changes(model, example, tried, ignored=left, starts=starts) if tried else {}
     except Exception:  # the passes were extra: that they cannot be made says nothing about the conversion
-        changes = dict.fromkeys(suspects, math.nan)
-    for name, change in changes.items():
-        kind = type(model.get_submodule(name)).__name__
-        kind = kind.removeprefix("LastNormed") if name in {h.name for h in planned.heads} else kind
-        at, by = (
-            f"{name!r} ({kind})" if name else "the network itself",
-            f" ({suspects[name]})" if suspects[name] else "",
-        )
-        allowed = any(name == a or not a or name.startswith(f"{a}.") for a in allow_mixing)
-        if math.isnan(change):
-            planned.notes.append(f"{at} may work across the batch{by}: that could not be tried")
-        elif change > 0 and allowed:
+        changes = dict.fromkeys(tried, math.nan)
+    for name in suspects:
+        kind = type(model.get_submodule(name)).__name__.removeprefix("LastNormed")
+        at = f"{name!r} ({kind})" if name else "the network itself"
+        by = f" ({suspects[name]})" if suspects[name] else ""
+        change = changes.get(name, 0.0)
+        if name in accepted:
             planned.notes.append(f"{at} works across the batch{by}, which allow_mixing= accepts")
+        elif math.isnan(change):
+            planned.notes.append(f"{at} may work across the batch{by}: that could not be tried")
         elif change > 0:
             planned.refusals.append(
                 Refusal(
                     name,
-                    f"samples would still see each other: {at} works across the batch{by}, its output for one sample "
-                    f"changes by {change:.1g} of its size with the others, and it is not a BatchNorm known here",
-                    "Put nn.BatchNorm in its place before converting. If it is meant to mix samples, or the first "
-                    f"dimension of the first argument is not the batch, accept it with allow_mixing=({name!r},)",
+                    f"samples would still see each other: {at} works across the batch{by}, which is taken to be the "
+                    f"first dimension of the first argument. Its output for one sample changes by {change:.1g} of its "
+                    "size with the others, and it is not a BatchNorm known here",
+                    "If it is a norm, put nn.BatchNorm in its place before converting. If it is meant to mix samples, "
+                    f"or that dimension is not the batch (the nodes of a graph), accept it: allow_mixing=({name!r},)",
                 )
             )

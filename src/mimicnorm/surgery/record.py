@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,9 +26,8 @@ from mimicnorm.errors import ExampleError
 from mimicnorm.layers import LastNorm
 from mimicnorm.surgery.example import call_arguments, describe, is_shape, tensors_in
 from mimicnorm.surgery.graph import Graph
-from mimicnorm.surgery.isolate import following, instead_of_forward, run
-from mimicnorm.surgery.ops import Kind
-from mimicnorm.surgery.recorder import Recorder, Taint, is_batch_norm
+from mimicnorm.surgery.isolate import run
+from mimicnorm.surgery.recorder import Recorder, is_batch_norm
 
 _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
 
@@ -36,33 +35,34 @@ _NEEDS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 def record(model: nn.Module, example: Any) -> Graph:
     """Run the model once in training mode and note what read what.
 
-    Should some BatchNorm not run (a branch dropped at random, a path for evaluation only), other seeds and eval
-    mode are tried, and the pass that saw most of them is returned.
+    Models whose control flow reads values are run on real tensors. Should some BatchNorm not run (a block dropped at
+    random, a path for evaluation only), the model is recorded once more, in evaluation mode, and the pass that saw more
+    of them is returned.
 
     Args:
         model: Any module; left as it was.
         example: A tensor, a tuple of call arguments, a dict of keyword arguments, or a shape.
 
     Raises:
-        ExampleError: The forward pass failed; the message carries its own words.
+        ExampleError: The forward pass failed; the message quotes its error.
     """
     norms = {name for name, m in model.named_modules() if is_batch_norm(m) and not isinstance(m, LastNorm)}
-    best: Graph | None = None
-    for number, training in ((0, True), (1, True), (2, True), (3, True), (0, False)):
-        try:
-            graph = repeat(model, example, Graph(fake=True, training=training, seed=number))
-        except _NEEDS_VALUES:  # control flow that reads values needs values
-            graph = repeat(model, example, Graph(fake=False, training=training, seed=number))
-        except ExampleError:
-            if best is None:
-                raise
-            continue
-        if best is None or len(graph.norms() & norms) > len(best.norms() & norms):
-            best = graph
-        if norms <= best.norms():
-            break
-    assert best is not None
-    return best
+    graph = record_in_mode(model, example, training=True)
+    if norms - graph.norms():
+        with contextlib.suppress(ExampleError, *_NEEDS_VALUES):  # the first recording is good without it
+            evaluated = record_in_mode(model, example, training=False)
+            graph.other_mode, evaluated.other_mode = evaluated, graph
+            if len(evaluated.norms() & norms) > len(graph.norms() & norms):
+                return evaluated
+    return graph
+
+
+def record_in_mode(model: nn.Module, example: Any, *, training: bool) -> Graph:
+    """Record a model in one mode: on fake tensors, or on real ones if values steer it."""
+    try:
+        return repeat(model, example, Graph(fake=True, training=training))
+    except _NEEDS_VALUES:
+        return repeat(model, example, Graph(fake=False, training=training))
 
 
 def repeat(
@@ -70,55 +70,45 @@ def repeat(
     example: Any,
     like: Graph,
     *,
-    follow: Iterable[str] = (),
     resize: Callable[[Tensor], Tensor] | None = None,
-    watch: TorchDispatchMode | None = None,
-    norms_pass: bool = False,
+    watch: Callable[[Recorder], TorchDispatchMode] | None = None,
 ) -> Graph:
-    """Record a model as another graph was recorded: the same mode, seed and kind of tensors.
+    """Record a model as another graph was recorded: in the same mode, on the same kind of tensors.
 
     Args:
         model: The network of that graph, perhaps converted since.
         example: As for ``record``.
-        like: The other graph; of it, only mode, seed and kind of tensors are read.
-        follow: Names of modules whose forward is called past their hooks, as in ``layer.forward(x)``.
+        like: The other graph; only its mode and kind of tensors are read.
         resize: Makes of each (fake) input tensor one of another batch size.
-        watch: A dispatch mode that sees the same pass.
-        norms_pass: Let BatchNorms pass on what they are given where values may steer the model.
+        watch: Makes a dispatch mode that sees the same pass.
     """
     args, kwargs = call_arguments(model, example)
     if any(t.is_nested for t in tensors_in((args, kwargs))):
         raise ExampleError("the example holds a nested tensor, which cannot be recorded: give a padded one")
-    graph = Graph(fake=like.fake, training=like.training, seed=like.seed)
 
     def call(args: tuple, kwargs: dict) -> Graph:
         if resize is not None:
             args, kwargs = pytree.tree_map_only(Tensor, resize, (args, kwargs))
-        recorder = Recorder(model, graph, norms_pass or like.fake)
-        for tensor in tensors_in((args, kwargs)):
-            recorder.add(tensor, "input", Kind.INPUT, ())
-        called = instead_of_forward(map(model.get_submodule, follow), recorder.around)
-        watching = watch if watch is not None else contextlib.nullcontext()
-        with called, following(recorder.enter, recorder.leave), watching, Taint(recorder), recorder:
-            try:
+        recorder = Recorder(model, Graph(fake=like.fake, training=like.training), (args, kwargs))
+        watching = watch(recorder) if watch is not None else contextlib.nullcontext()
+        try:
+            with watching, recorder.watching():
                 output = model(*args, **kwargs)
-            except (*_NEEDS_VALUES, ExampleError):
-                raise
-            except Exception as error:
-                if like.fake and re.search("numpy|subclass|fake ?tensor", str(error), re.IGNORECASE):
-                    raise UnsupportedFakeTensorException(str(error)) from error  # .numpy() and its kind
-                where = recorder.stack[-1] if recorder.stack else ""
-                inside = f" inside {where!r}" if where else ""
-                raise ExampleError(
-                    f"the model's forward raised on the example ({describe(args, kwargs)}){inside}: "
-                    f"{type(error).__name__}: {_first_line(error)}. {_advice(model, error, example)}",
-                    where,
-                ) from error
-            recorder.note_taps(model)
+        except (*_NEEDS_VALUES, ExampleError):
+            raise
+        except Exception as error:
+            if like.fake and re.search("numpy|subclass|fake ?tensor", str(error), re.IGNORECASE):
+                raise UnsupportedFakeTensorException(str(error)) from error  # .numpy() and its kind
+            where = recorder.failed
+            inside = f" inside {where!r}" if where else ""
+            raise ExampleError(
+                f"the model's forward raised on the example ({describe(args, kwargs)}){inside}: "
+                f"{type(error).__name__}: {_first_line(error)}. {_advice(model, error, example)}",
+                where,
+            ) from error
         return recorder.finish(output)
 
-    modes = (torch.no_grad(),)
-    return run(model, call, (args, kwargs), fake=like.fake, training=like.training, seed=like.seed, modes=modes)
+    return run(model, call, (args, kwargs), fake=like.fake, training=like.training, seed=0, modes=(torch.no_grad(),))
 
 
 def _advice(model: nn.Module, error: Exception, example: Any) -> str:

@@ -60,21 +60,14 @@ def taps(call: Node, module: nn.Module) -> Taps:
     if not kernel or "op" not in call.settings:
         return Taps(every, counted, every)
     data, outputs = _data(call.inputs[0], len(kernel)), call.shape[-len(kernel) :]
+    op: Convolution = call.settings["op"]
     acting = float(channels)
     for d, (k, out) in enumerate(zip(kernel, outputs, strict=True)):
-        stride, padding, dilation = _geometry(call.settings["op"], module, d, k)
+        stride, padding, dilation = op.stride[d], op.padding[d], op.dilation[d]
         steps, positions = (data[d], (0, out)) if transposed else ((0, out), data[d])
         acting *= sum(_meeting(steps, positions, stride, dilation * tap - padding) for tap in range(k)) / out
     sizes = ("x".join(map(str, sides)) for sides in (kernel, (high - low for low, high in data)))
     return Taps(every, counted, acting, " on ".join(sizes))
-
-
-def _geometry(op: Convolution | None, module: nn.Module, d: int, kernel: int) -> tuple[int, int, int]:
-    """Stride, padding before the first input and dilation, along one dimension."""
-    if op is not None:
-        return op.stride[d], op.padding[d], op.dilation[d]
-    dilation: int = module.dilation[d]  # pyrefly: ignore  # padding="same": an even kernel's odd one comes last
-    return 1, dilation * (kernel - 1) // 2, dilation
 
 
 def _meeting(steps: tuple[int, int], positions: tuple[int, int], stride: int, offset: int) -> int:
