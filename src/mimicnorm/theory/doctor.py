@@ -117,10 +117,6 @@ class Signal:
             lines.append(f"{x.name:<{wide}}  {x.kind[:15]:<16}{numbers}{x.gradient:>11.3g}")
         return "\n".join([*lines, f"verdict: {self.verdict()}"])
 
-    def plot(self, path: str | Path, label: str = "network") -> None:
-        """Draw variance, correlation and gradient over depth; `plot` does it for several networks."""
-        plot({label: self}, path)
-
 
 def propagate(
     model: nn.Module, x: Any, *, loss: Callable[[Any], Tensor] | None = None, pairs: int = 200, seed: int = 0
@@ -294,19 +290,19 @@ def _measure(name: str, kind: str, h: Tensor, channels: int, pairs: int, rng: to
 def plot(signals: dict[str, Signal], path: str | Path) -> None:
     """Draw variance, correlation and gradient norm over depth for several networks, one colour each."""
     figure, axes = canvas(1, 3, width=10, height=3.1)
-    names = ("variance of the output", "correlation of sample pairs", "gradient norm")
-    for label, signal in signals.items():
-        rows = signal.weight_layers().layers or signal.layers
-        depth = range(1, len(rows) + 1)
-        for axis, field in zip(axes, ("variance", "correlation", "gradient"), strict=True):
+    titles = {
+        "variance": "variance of the output",
+        "correlation": "correlation of sample pairs",
+        "gradient": "gradient norm",
+    }
+    for axis, (field, title) in zip(axes, titles.items(), strict=True):
+        for label, signal in signals.items():
+            rows = signal.weight_layers().layers or signal.layers
             values = [getattr(row, field) for row in rows]
             if field != "correlation":  # a branch that starts at zero has no logarithm
                 values = [v if v > 0 else math.nan for v in values]
-            axis.plot(depth, values, marker=".", lw=1, label=label)
-    for axis, title in zip(axes, names, strict=True):
-        axis.set(title=title, xlabel="weight layer")
-        if title != names[1]:
-            axis.set_yscale("log")
+            axis.plot(range(1, len(rows) + 1), values, marker=".", lw=1, label=label)
+        axis.set(title=title, xlabel="weight layer", yscale="linear" if field == "correlation" else "log")
     axes[1].set_ylim(-0.3, 1.05)
     axes[0].legend(frameon=False)
     save(figure, path)

@@ -81,12 +81,12 @@ def dual_activation(activation: Any = "relu", rho: float = 0.5, *, count: int = 
     return _estimate(f"dual {phi.name} at {rho:g}", draw, float(dual(phi, rho)), count, seed)
 
 
-def lemma1(n: int = 64, rho: float = 0.5, activation: Any = "relu", *, count: int = 400, seed: int = 0) -> Estimate:
+def lemma1(n: int = 64, rho: float = 0.5, *, count: int = 400, seed: int = 0) -> Estimate:
     """Measure E_W[phi(u)^T Wbar^T Wbar phi(v)] / (n_o (n - 1)); Lemma 1 says phihat(rho) - phihat(0).
 
     The factor is (n_i - 1)/n_i, n_i the fan-in; the appendix prints n_o.
     """
-    phi, n_out = resolve(activation), 32
+    phi, n_out = resolve("relu"), 32
     n = positive_int(n, "n", least=2, error=TheoryError)
 
     def draw(s: int) -> float:
@@ -127,11 +127,9 @@ def theorem1(
     return Estimate(statement, condition(ntks.mean(0)), error, predicted, count, seed)
 
 
-def theorem2(
-    n: int = 64, rho: float = 0.5, activation: Any = "relu", *, count: int = 40, batch: int = 4000, seed: int = 0
-) -> Estimate:
+def theorem2(n: int = 64, rho: float = 0.5, *, count: int = 40, seed: int = 0) -> Estimate:
     """Measure the BatchNorm transition of one random layer of fan-in n; W cancels, so any width will do."""
-    transition = Transition("batch_norm", activation)
+    transition, batch = Transition("batch_norm"), 4000
 
     def draw(s: int) -> float:
         (w,) = _normal(s, (32, n))
@@ -147,7 +145,6 @@ def theorem3(
     kind: str | Transition = "weight_mean",
     rho: float = 0.5,
     depth: int = 1,
-    activation: Any = "relu",
     *,
     width: int = 512,
     count: int = 40,
@@ -158,7 +155,7 @@ def theorem3(
     The kernel, not the correlation, whose expectation is biased at finite width. `kind` may be a whole `Transition`,
     of any weights and biases.
     """
-    t, x = kind if isinstance(kind, Transition) else Transition(kind, activation), _pair_inputs(rho)
+    t, x = kind if isinstance(kind, Transition) else Transition(kind), _pair_inputs(rho)
 
     def draw(s: int) -> float:
         with torch.no_grad():
@@ -231,15 +228,15 @@ def correlation_spread(
     return _estimate(statement, draw, correlation_band(width), count, seed)
 
 
-def correlation_band(width: int, activation: Any = "relu") -> float:
-    """Return the sd of a correlation deep in a weight-mean network (see `correlation_spread`).
+def correlation_band(width: int) -> float:
+    """Return the sd of a correlation deep in a weight-mean ReLU network (see `correlation_spread`).
 
     Example:
         >>> round(1.96 * correlation_band(300), 3)
         0.201
     """
     width = positive_int(width, "width", error=TheoryError)
-    a = float(Transition("weight_mean", activation).derivative(0.0))
+    a = float(Transition("weight_mean").derivative(0.0))
     return math.sqrt((1 + 1 / (1 - a**2)) / width)
 
 

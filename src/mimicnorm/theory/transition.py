@@ -14,7 +14,7 @@ from torch import Tensor
 from mimicnorm.arguments import finite, positive_int
 from mimicnorm.errors import TheoryError
 
-from .activations import Activation, resolve
+from .activations import resolve
 from .dual import check_correlation, leaky_slope, moments, pair_moments, require_continuous
 
 KINDS = ("straight", "weight_mean", "batch_norm")
@@ -98,12 +98,8 @@ class Transition:
 
     def layer_power(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return E[phi^2], less the squared mean where the layer centres, and E[phi'^2], at variances q."""
-        at_q = moments(self._phi, q)
+        at_q = moments(self.activation, q)
         return at_q.variance if self.centred else at_q.second, at_q.slope
-
-    @property
-    def _phi(self) -> Activation:
-        return self.activation
 
     @cached_property
     def effective_w2(self) -> float:
@@ -144,35 +140,35 @@ class Transition:
         if 0 < self.q_star < math.inf:
             bias = 0.0 if self.kind == "batch_norm" else self.sigma_b2
             return self.q_star, bias, self.variance_map(self.q_star)
-        if leaky_slope(self._phi) is None and self.q_star == math.inf:
+        if leaky_slope(self.activation) is None and self.q_star == math.inf:
             raise TheoryError(
-                f"the variance of this {self._phi.name} network grows without bound, so its correlations "
+                f"the variance of this {self.activation.name} network grows without bound, so its correlations "
                 "have no limiting map; use a smaller sigma_w2 or sigma_w2='stable'."
             )
         # homogeneous: any variance gives the same map, bias negligible; dying out: the map of small variances
-        q = 1.0 if leaky_slope(self._phi) is not None else 1e-8
+        q = 1.0 if leaky_slope(self.activation) is not None else 1e-8
         return q, 0.0, self.effective_w2 * float(self.layer_power(_scalar(q))[0])
 
     def __call__(self, rho: Tensor | float) -> Tensor:
         """Return the correlation after one layer."""
         rho = check_correlation(rho)
         q, bias, after = self._reference
-        value, _ = pair_moments(self._phi, q, q, rho, centred=self.centred)
+        value, _ = pair_moments(self.activation, q, q, rho, centred=self.centred)
         mapped = (self.effective_w2 * value + bias) / after
         # exactly 1 at 1: under a chaotic map the rounding error would grow by chi1 per layer
         return torch.where(rho == 1, 1.0, mapped.clamp(-1.0, 1.0))
 
     def derivative(self, rho: Tensor | float) -> Tensor:
         """Return dT/drho, in closed form where there is one: autograd of sqrt(1 - rho^2) is NaN at +-1."""
-        require_continuous(self._phi)
+        require_continuous(self.activation)
         q, _, after = self._reference
-        _, slope = pair_moments(self._phi, q, q, check_correlation(rho))
+        _, slope = pair_moments(self.activation, q, q, check_correlation(rho))
         return self.effective_w2 * q * slope / after
 
     @cached_property
     def chi1(self) -> float:
         """sigma_w2 E[phi'(sqrt(q*) z)^2]: the gradients' growth, and T'(1) when 0 < q* < inf."""
-        require_continuous(self._phi)
+        require_continuous(self.activation)
         if self.q_star == 0:
             return self.effective_w2 * sum(s**2 for s in self._slopes_at_zero) / 2
         q = self.q_star if self.q_star < math.inf else self._reference[0]
@@ -181,7 +177,7 @@ class Transition:
     @property
     def _slopes_at_zero(self) -> list[float]:
         """phi'(0-) and phi'(0+): all that a dying variance sees of phi."""
-        return self._phi.derivative(torch.tensor([-1e-150, 1e-150], dtype=torch.float64)).tolist()
+        return self.activation.derivative(torch.tensor([-1e-150, 1e-150], dtype=torch.float64)).tolist()
 
     @cached_property
     def phase(self) -> str:
@@ -197,8 +193,9 @@ class Transition:
         """All correlations with T(rho) = rho, in ascending order, with their stability."""
         if self.q_star == 0 and len(set(self._slopes_at_zero)) == 1:
             raise TheoryError(
-                f"the variance of this {self._phi.name} network dies out with depth, where {self._phi.name} is linear "
-                "and keeps every correlation: there are no fixed points. Use a larger sigma_w2, or a bias."
+                f"the variance of this {self.activation.name} network dies out with depth, where "
+                f"{self.activation.name} is linear and keeps every correlation: there are no fixed points. Use a "
+                "larger sigma_w2, or a bias."
             )
         # even in theta, which spreads the points close to +-1 where roots crowd
         grid = torch.cos(torch.linspace(math.pi, 0, 2001, dtype=torch.float64))
@@ -206,7 +203,7 @@ class Transition:
         gap = self(grid) - grid
         clear = gap.abs() >= 1e-12  # the others have no sign: tables are exact to 1e-13
         if not bool(clear.any()):
-            raise TheoryError(f"every correlation is a fixed point: {self._phi.name} acts as a linear map here.")
+            raise TheoryError(f"every correlation is a fixed point: {self.activation.name} acts as a linear map here.")
         roots = [float(grid[i]) for i in (0, 1000, 2000) if not clear[i]]
         for i, j in pairwise(clear.nonzero().flatten().tolist()):
             known = any(float(grid[i]) < root < float(grid[j]) for root in roots)
