@@ -14,6 +14,7 @@ import zoo
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from whole_and_parts import (
+    EXACT,
     AveragedHeads,
     Classifier,
     Pooled,
@@ -22,6 +23,7 @@ from whole_and_parts import (
     SharedHead,
     WithFeatures,
     batch,
+    check_exact,
     converted,
     dict_loss,
     feature_loss,
@@ -36,7 +38,6 @@ from whole_and_parts import (
 import mimicnorm as mn
 from mimicnorm.microbatch import backward
 
-EXACT = 1e-12
 MICRO_BATCHES = (1, 2, 3, 7, 16, 32, 50)
 
 
@@ -76,13 +77,7 @@ def without_randomness(net: nn.Module) -> nn.Module:
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.float64, EXACT), (torch.float32, 1e-5)])
 def test_gradient_loss_and_statistics_are_those_of_the_whole_batch(micro_batch, dtype, allowed):
     net = converted(Classifier(), dtype)
-    x, y = batch(dtype=dtype)
-    whole, loss = full_batch(net, F.cross_entropy, x, y)
-    value = backward(net, F.cross_entropy, x, y, micro_batch=micro_batch)
-    assert relative_error(net, whole) <= allowed
-    assert not value.requires_grad
-    torch.testing.assert_close(value, loss)
-    torch.testing.assert_close(state(net.fc.last_norm), state(whole.fc.last_norm))
+    check_exact(net, F.cross_entropy, *batch(dtype=dtype), allowed, micro_batch=micro_batch)
 
 
 def test_plain_accumulation_is_far_off():
@@ -101,9 +96,7 @@ def test_real_networks(make, micro_batch):
     net = without_randomness(make()).double()
     mn.convert_(net, mn.MimicNorm(), example=(2, 3, 32, 32), init="theory")
     x, y = torch.randn(16, 3, 32, 32, dtype=torch.float64), torch.randint(5, (16,))
-    whole, _ = full_batch(net, F.cross_entropy, x, y)
-    backward(net, F.cross_entropy, x, y, micro_batch=micro_batch)
-    assert relative_error(net, whole) <= EXACT
+    check_exact(net, F.cross_entropy, x, y, micro_batch=micro_batch)
 
 
 @pytest.mark.parametrize("make", [vgg, efficientnet])
@@ -141,33 +134,20 @@ def test_randomness_of_python_and_numpy_replays():
     assert relative_error(net, reference) <= EXACT
 
 
-@pytest.mark.parametrize("micro_batch", [1, 3, 16])
+@pytest.mark.parametrize("micro_batch", [1, 7, 12])
+@pytest.mark.parametrize("how", [{}, {"return_outputs": True}, {"return_outputs": True, "loss_in_pieces": True}])
 @pytest.mark.parametrize(
     ("make", "loss_fn"),
     [
-        (AveragedHeads, F.cross_entropy),
-        (Pooled, F.cross_entropy),
-        (WithFeatures, feature_loss),
-        (SharedHead, two_view_loss),
+        *((Classifier, F.cross_entropy), (AveragedHeads, F.cross_entropy), (Pooled, F.cross_entropy)),
+        *((WithFeatures, feature_loss), (SharedHead, two_view_loss), (Segmenter, dict_loss)),
     ],
 )
-def test_tails_several_heads_and_shared_heads(make, loss_fn, micro_batch):
-    net = converted(make())
-    x, y = batch()
-    whole, loss = full_batch(net, loss_fn, x, y)
-    value = backward(net, loss_fn, x, y, micro_batch=micro_batch)
-    assert relative_error(net, whole) <= EXACT
-    torch.testing.assert_close(value, loss)
-    torch.testing.assert_close(state(net), state(whole))
-    assert all(p.requires_grad for p in net.parameters())
-
-
-def test_segmentation_with_an_auxiliary_head():
-    net = converted(Segmenter())
-    x, y = batch(8)[0], torch.randint(4, (8, 9, 9))
-    whole, _ = full_batch(net, dict_loss, x, y)
-    backward(net, dict_loss, x, y, micro_batch=3)
-    assert relative_error(net, whole) <= EXACT
+def test_tails_several_heads_shared_heads_and_segmentation(make, loss_fn, how, micro_batch):
+    x, y = batch(12)
+    if make is Segmenter:
+        y = torch.randint(4, (12, 9, 9))
+    check_exact(converted(make()), loss_fn, x, y, micro_batch=micro_batch, **how)
 
 
 def test_dropout_replays_with_a_tail():
@@ -187,37 +167,6 @@ def test_dropout_replays_with_a_tail():
     torch.manual_seed(5)
     backward(net, F.cross_entropy, x, y, micro_batch=5)
     assert relative_error(net, reference) <= EXACT
-
-
-def test_outputs_on_request_are_the_whole_batch_s():
-    for make in (Classifier, AveragedHeads):
-        net = converted(make())
-        x, y = batch()
-        expected = copy.deepcopy(net)(x)
-        _, outputs = backward(net, F.cross_entropy, x, y, micro_batch=7, return_outputs=True)
-        torch.testing.assert_close(outputs, expected.detach())
-        assert not outputs.requires_grad
-
-
-def mixup_loss(logits: Tensor, targets: tuple) -> Tensor:
-    a, b, share = targets
-    return share * F.cross_entropy(logits, a) + (1 - share) * F.cross_entropy(logits, b)
-
-
-def test_label_smoothing_mixup_and_soft_targets():
-    net = converted(Classifier())
-    x, y = batch()
-    soft = torch.softmax(torch.randn(32, 5, dtype=torch.float64), 1)
-    cases = [
-        (nn.CrossEntropyLoss(label_smoothing=0.1), y),
-        (mixup_loss, (y, y.flip(0), 0.3)),
-        (F.cross_entropy, soft),
-    ]
-    for loss_fn, targets in cases:
-        whole, loss = full_batch(net, loss_fn, x, targets)
-        part = copy.deepcopy(net)
-        torch.testing.assert_close(backward(part, loss_fn, x, targets, micro_batch=5), loss)
-        assert relative_error(part, whole) <= EXACT
 
 
 @pytest.mark.parametrize("last_norm", [True, False], ids=["two passes", "one pass"])
@@ -269,36 +218,16 @@ def test_gradients_accumulate_into_grad_and_reach_inputs():
 def test_frozen_parameters_stay_without_gradient():
     net = converted(AveragedHeads())
     net.body.requires_grad_(False)
-    x, y = batch(8)
-    whole, _ = full_batch(net, F.cross_entropy, x, y)
-    backward(net, F.cross_entropy, x, y, micro_batch=3)
-    assert relative_error(net, whole) <= EXACT
+    check_exact(net, F.cross_entropy, *batch(8), micro_batch=3)
     assert all(p.grad is None and not p.requires_grad for p in net.body.parameters())
-
-
-def test_one_pass_when_nothing_mixes_samples():
-    net = converted(Classifier(), last_norm=False)
-    calls = []
-    net.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    x, y = batch()
-    whole, loss = full_batch(net, F.cross_entropy, x, y)
-    calls.clear()
-    value, outputs = backward(net, F.cross_entropy, x, y, micro_batch=7, return_outputs=True)
-    assert calls == [True] * 5
-    assert relative_error(net, whole) <= EXACT
-    torch.testing.assert_close(value, loss)
-    assert outputs.shape == (32, 5)
 
 
 def test_a_last_norm_in_eval_mode_is_one_pass_too():
     net = converted(Classifier())
     net(batch()[0])
     net.fc.last_norm.eval()
-    x, y = batch()
     before = state(net.fc.last_norm)
-    whole, _ = full_batch(net, F.cross_entropy, x, y)
-    backward(net, F.cross_entropy, x, y, micro_batch=1)
-    assert relative_error(net, whole) <= EXACT
+    check_exact(net, F.cross_entropy, *batch(), micro_batch=1)
     assert torch.equal(state(net.fc.last_norm), before)
 
 

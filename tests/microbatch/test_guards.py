@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from whole_and_parts import AveragedHeads, Classifier, batch, converted, state
+from torch.utils.checkpoint import checkpoint
+from whole_and_parts import AveragedHeads, Chained, Classifier, Counts, batch, converted, state
 
 from mimicnorm.errors import CheckError, MicroBatchError
 from mimicnorm.layers import LastNorm
@@ -101,20 +102,6 @@ def test_nan_logits_in_one_pass():
         backward(net, F.cross_entropy, x, y, micro_batch=3)
 
 
-def test_state_outside_of_buffers_is_noticed_by_the_logits():
-    class Counts(Classifier):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return super().forward(x * torch.linspace(1, 2 + self.calls, 9, dtype=x.dtype))
-
-    net = converted(Counts())
-    x, y = batch(8)
-    with pytest.raises(MicroBatchError, match=r"fc: the logits of micro-batch 0 .* differed by .*clear them"):
-        backward(net, F.cross_entropy, x, y, micro_batch=3)
-
-
 class OwnRandomness(Classifier):
     """Features without a LastNorm, with noise from a generator that nobody sets back."""
 
@@ -125,36 +112,40 @@ class OwnRandomness(Classifier):
         return super().forward(x + 0.001 * noise)
 
 
-def test_outputs_that_differ_the_second_time():
-    net = converted(Classifier(), last_norm=False)
-    net.__class__ = OwnRandomness
-    x, y = batch(8)
-    with pytest.raises(MicroBatchError, match=r"output 0 of the model: .* micro-batch 0 .* differed by .*clear them"):
-        backward(net, LastNormCrossEntropy(5).double(), x, y, micro_batch=3)
+class Clamps(Classifier):
+    """A tail that depends on the values, which are small before the LastNorm and large after it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.fc(self.body(x).mean((2, 3)) * 0.05)
+        return out.clamp(max=0.5) if out.max() > 0.5 else out
 
 
-def test_a_small_drift_of_the_logits_is_noticed_in_single_precision():
-    net = converted(Classifier(), torch.float32)
-    net.__class__ = OwnRandomness
-    x, y = batch(8, torch.float32)
-    with pytest.raises(MicroBatchError, match="fc: the logits"):
-        backward(net, F.cross_entropy, x, y, micro_batch=3)
+class Recomputed(Classifier):
+    """A shared head inside a checkpoint."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x)
+        views = y.mean((2, 3)), y.amax((2, 3))
+        return sum(checkpoint(self.fc, v, use_reentrant=True) for v in views)
 
 
-def test_a_tail_that_depends_on_the_values():
-    class Clamps(Classifier):
-        def forward(self, x: Tensor) -> Tensor:
-            out = super().forward(x)
-            return out.clamp(max=0.5) if out.max() > 0.5 else out
-
-    net = converted(Classifier())
-    with torch.no_grad():
-        net.fc.weight.mul_(0.05)  # small before the LastNorm, large after it
-        net.fc.bias.zero_()
-    net.__class__ = Clamps
-    x, y = batch(8)
-    with pytest.raises(MicroBatchError, match=r"output 0 of the model: .*branches on values"):
-        backward(net, F.cross_entropy, x, y, micro_batch=3)
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's, of the pass without a graph
+@pytest.mark.parametrize(
+    ("run_as", "how", "message"),
+    [
+        (Counts, {}, r"fc: the logits of micro-batch 0 .* differed by .*clear them"),
+        (OwnRandomness, {"dtype": torch.float32}, "fc: the logits"),  # a small drift in single precision
+        (OwnRandomness, {"last_norm": False}, r"output 0 of the model: .* micro-batch 0 .* differed by .*clear them"),
+        (Clamps, {}, r"output 0 of the model: .*branches on values"),
+        (Recomputed, {}, r"fc: this head is called several times .* checkpoint"),
+    ],
+)
+def test_a_model_that_does_something_else_when_it_runs_again(run_as, how, message):
+    net = converted(Classifier(), run_as=run_as, **how)
+    nn.init.zeros_(net.fc.bias)
+    loss_fn = F.cross_entropy if how.get("last_norm", True) else LastNormCrossEntropy(5).double()
+    with pytest.raises(MicroBatchError, match=message):
+        backward(net, loss_fn, *batch(8, how.get("dtype", torch.float64)), micro_batch=3)
 
 
 @pytest.mark.parametrize("last_norm", [True, False])
@@ -163,8 +154,7 @@ def test_a_model_that_writes_into_its_inputs(last_norm):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x.sub_(1.0))
 
-    net = converted(Classifier(), last_norm=last_norm)
-    net.__class__ = Shifts
+    net = converted(Classifier(), run_as=Shifts, last_norm=last_norm)
     loss_fn = F.cross_entropy if last_norm else LastNormCrossEntropy(5).double()
     fails(net, "micro-batch 0", "writes into its inputs", loss_fn=loss_fn)
 
@@ -174,10 +164,8 @@ def test_masks_in_the_outputs_are_no_difference():
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).masked_fill(torch.tensor([0, 0, 0, 0, 1]).bool(), float("-inf"))
 
-    net = converted(Classifier())
-    net.__class__ = Masked
     x, y = batch(8)
-    backward(net, F.cross_entropy, x, y % 4, micro_batch=3)
+    backward(converted(Classifier(), run_as=Masked), F.cross_entropy, x, y % 4, micro_batch=3)
 
 
 def test_a_head_that_some_samples_pass_by():
@@ -186,39 +174,12 @@ def test_a_head_that_some_samples_pass_by():
             y = self.body(x).mean((2, 3))
             return self.fc(y) + self.second(y) if x.shape[0] == 3 or self.training is None else self.fc(y)
 
-    net = AveragedHeads()
-    net = converted(net)
-    net.__class__ = Skips
-    fails(net, "second: called a different number of times in micro-batch 2")
+    fails(converted(AveragedHeads(), run_as=Skips), "second: called a different number of times in micro-batch 2")
 
 
 def test_a_head_behind_a_head():
-    class Chained(AveragedHeads):
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.body(x).mean((2, 3))
-            return self.second(y + self.fc(y).mean(1, keepdim=True))
-
-    net = converted(AveragedHeads())
-    net.__class__ = Chained
-    x, y = batch(8)
-    with pytest.raises(MicroBatchError, match=r"second: the logits of this head depend on .* another LastNorm"):
-        backward(net, F.cross_entropy, x, y, micro_batch=3)
-    assert all(p.requires_grad and p.grad is None for p in net.parameters())
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # torch's, of the pass without a graph
-def test_a_shared_head_inside_a_checkpoint():
-    class Recomputed(Classifier):
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.body(x)
-            views = y.mean((2, 3)), y.amax((2, 3))
-            return sum(torch.utils.checkpoint.checkpoint(self.fc, v, use_reentrant=True) for v in views)
-
-    net = converted(Classifier())
-    net.__class__ = Recomputed
-    x, y = batch(8)
-    with pytest.raises(MicroBatchError, match=r"fc: this head is called several times .* checkpoint"):
-        backward(net, F.cross_entropy, x, y, micro_batch=3)
+    message = "second: the logits of this head depend on the normalised output of another LastNorm"
+    fails(converted(AveragedHeads(), run_as=Chained), message)
 
 
 def test_a_whole_batch_of_one_sample():
@@ -253,8 +214,8 @@ class WithAux(Classifier):
 )
 @pytest.mark.parametrize("how", [{"last_norm": False}, {"loss_in_pieces": True}])
 def test_outputs_that_cannot_be_returned_whole(aux, words, how):
-    net = converted(Classifier(), last_norm=how.get("last_norm", True))
-    net.__class__, net.aux = WithAux, aux
+    net = converted(Classifier(), run_as=WithAux, last_norm=how.get("last_norm", True))
+    net.aux = aux
     pieces = {"loss_in_pieces": how.get("loss_in_pieces")}
 
     def loss_fn(out: tuple, targets: Tensor) -> Tensor:
@@ -276,8 +237,8 @@ def test_outputs_that_cannot_be_returned_whole(aux, words, how):
 def test_outputs_that_differ_between_micro_batches(aux, message):
     x, y = batch(8)
     for last_norm, added in ((True, ""), (False, ".*have been added: clear them")):
-        net = converted(Classifier(), last_norm=last_norm)
-        net.__class__, net.aux = WithAux, aux
+        net = converted(Classifier(), run_as=WithAux, last_norm=last_norm)
+        net.aux = aux
         with pytest.raises(MicroBatchError, match=f"(?s){message}{added}"):
             backward(net, lambda out, t: F.cross_entropy(out[0], t), x, y, micro_batch=3, return_outputs=True)
 
@@ -292,11 +253,9 @@ def test_a_fault_behind_the_first_micro_batch_tells_of_the_gradients_before(faul
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) if len(x) == 3 else fault(x)
 
-    x, y = batch(8)
-    net = converted(Classifier(), last_norm=False)
-    net.__class__ = Fails
+    net = converted(Classifier(), run_as=Fails, last_norm=False)
     with pytest.raises(error) as caught:
-        backward(net, F.cross_entropy, x, y, micro_batch=3)
+        backward(net, F.cross_entropy, *batch(8), micro_batch=3)
     told = " ".join([str(caught.value), *getattr(caught.value, "__notes__", [])])
     assert "Gradients of this batch have been added: clear them" in told
 

@@ -10,31 +10,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from whole_and_parts import (
-    AveragedHeads,
+    EXACT,
     Classifier,
     Pooled,
     SavedBytes,
     Segmenter,
-    SharedHead,
     Tempered,
     WithFeatures,
     batch,
+    check_exact,
     converted,
     dict_loss,
-    feature_loss,
     full_batch,
     gradient,
     one_graph,
     relative_error,
     state,
-    two_view_loss,
 )
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers import LastNorm
 from mimicnorm.microbatch import LastNormCrossEntropy, backward
 
-EXACT = 1e-12
 WEIGHT = torch.tensor([0.1, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
 
 
@@ -88,13 +85,10 @@ pytestmark = [
 @pytest.mark.parametrize("micro_batch", [1, 3, 31])
 @pytest.mark.parametrize("loss_fn", NOT_MEANS)
 def test_a_loss_that_is_not_a_mean_sees_the_whole_batch(loss_fn, micro_batch):
-    x, y = batch()
     net = converted(Classifier(), last_norm=False)
     if micro_batch == 3:  # a last BN in eval mode needs one pass, too
         net = converted(Classifier()).eval()
-    whole, loss = full_batch(net, loss_fn, x, y)
-    torch.testing.assert_close(backward(net, loss_fn, x, y, micro_batch=micro_batch), loss)
-    assert relative_error(net, whole) <= EXACT
+    check_exact(net, loss_fn, *batch(), micro_batch=micro_batch)
 
 
 @pytest.mark.parametrize("loss_fn", NOT_MEANS)
@@ -140,15 +134,14 @@ CLASSES, SOFT = batch()[1], torch.rand(32, 5, dtype=torch.float64).softmax(1)
         (mixup, (CLASSES, CLASSES.flip(0), 0.3)),
     ],
 )
-def test_a_mean_takes_one_pass(loss_fn, targets, micro_batch):
-    net = converted(Classifier(), last_norm=False)
-    x, _ = batch()
-    whole, _ = full_batch(net, loss_fn, x, targets)
+@pytest.mark.parametrize("last_norm", [False, True])
+def test_a_mean_takes_one_pass_without_a_last_norm(loss_fn, targets, micro_batch, last_norm):
+    net = converted(Classifier(), last_norm=last_norm)
     calls: list[bool] = []
     net.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    backward(net, loss_fn, x, targets, micro_batch=micro_batch)
-    assert relative_error(net, whole) <= EXACT
-    assert calls == [True] * -(-32 // micro_batch)
+    check_exact(net, loss_fn, batch()[0], targets, micro_batch=micro_batch)
+    pieces = -(-32 // micro_batch)
+    assert calls == [True] + [False] * pieces * last_norm + [True] * pieces  # the first is the whole batch's
 
 
 def test_one_micro_batch_needs_no_comparison():
@@ -184,12 +177,10 @@ def test_what_only_later_outputs_show_is_an_error_with_a_way_out():
     x = torch.randn(12, 5, dtype=torch.float64) * 0.1
     x[[7, 10, 11], 2] += 20
     y = torch.arange(12) % 5
-    whole, _ = full_batch(net, confident, x, y)
     with pytest.raises(MicroBatchError, match=r"(?s)not a mean over samples.*Give loss_in_pieces=False.*clear them"):
         backward(net, confident, x, y, micro_batch=3)
     net.zero_grad()
-    backward(net, confident, x, y, micro_batch=3, loss_in_pieces=False)
-    assert relative_error(net, whole) <= EXACT
+    check_exact(net, confident, x, y, micro_batch=3, loss_in_pieces=False)
 
 
 def test_a_loss_with_noise_for_each_sample_cannot_be_compared():
@@ -217,8 +208,7 @@ def test_targets_and_outputs_that_cannot_be_joined():
     def dense_mixup(out: Tensor, targets: tuple) -> Tensor:
         return targets[1] * F.cross_entropy(out, targets[0]) + (1 - targets[1]) * out.logsumexp(1).mean()
 
-    net = converted(Classifier(), last_norm=False)
-    net.__class__ = Dense
+    net = converted(Classifier(), run_as=Dense, last_norm=False)
     loader = [
         (torch.randn(2, 3, s, s, dtype=torch.float64), (torch.randint(5, (2, t, t)), 0.1 + 0.2 * i))
         for i, (s, t) in enumerate([(9, 4), (11, 5), (9, 4)])
@@ -234,28 +224,6 @@ def test_targets_and_outputs_that_cannot_be_joined():
 
 
 # -- one micro-batch at a time -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("micro_batch", [1, 7])
-@pytest.mark.parametrize(
-    ("make", "loss_fn"),
-    [
-        *((Classifier, F.cross_entropy), (AveragedHeads, F.cross_entropy), (Pooled, F.cross_entropy)),
-        *((WithFeatures, feature_loss), (SharedHead, two_view_loss), (Segmenter, dict_loss)),
-    ],
-)
-def test_gradient_loss_statistics_and_outputs_in_pieces(make, loss_fn, micro_batch):
-    net = converted(make())
-    x, y = batch(12)
-    if make is Segmenter:
-        y = torch.randint(4, (12, 9, 9))
-    whole, loss = full_batch(net, loss_fn, x, y)
-    expected = copy.deepcopy(net)(x)
-    value, outputs = backward(net, loss_fn, x, y, micro_batch=micro_batch, loss_in_pieces=True, return_outputs=True)
-    assert relative_error(net, whole) <= EXACT
-    torch.testing.assert_close(value, loss)
-    torch.testing.assert_close(outputs, expected)
-    torch.testing.assert_close(state(net), state(whole))
 
 
 def test_a_scaler_and_a_denominator_in_pieces():
@@ -337,9 +305,7 @@ def test_a_last_norm_that_is_made_inside_the_loss():
         with pytest.raises(MicroBatchError, match=r"one micro-batch at a time.*the module itself"):
             backward(net, hidden, x, y, micro_batch=3, loss_in_pieces=True)
         assert all(p.grad is None for p in net.parameters())
-    whole, _ = full_batch(net, hidden, x, y)
-    backward(net, hidden, x, y, micro_batch=3)
-    assert relative_error(net, whole) <= EXACT
+    check_exact(net, hidden, x, y, micro_batch=3)
 
 
 # -- what else a loss does ---------------------------------------------------------------------------------------
@@ -407,13 +373,7 @@ def test_a_loss_that_writes_into_the_outputs(make, last_norm):
     def loss_fn(out: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(out.div_(0.3), targets)
 
-    x, y = batch()
-    net = converted(make(), last_norm=last_norm)
-    whole, _ = full_batch(net, loss_fn, x, y)
-    expected = copy.deepcopy(net)(x)
-    _, outputs = backward(net, loss_fn, x, y, micro_batch=5, return_outputs=True)
-    assert relative_error(net, whole) <= EXACT
-    torch.testing.assert_close(outputs, expected.detach())
+    check_exact(converted(make(), last_norm=last_norm), loss_fn, *batch(), micro_batch=5, return_outputs=True)
 
 
 def test_complex_outputs():
@@ -425,12 +385,7 @@ def test_complex_outputs():
     def loss_fn(out: tuple, targets: Tensor) -> Tensor:
         return F.cross_entropy(out[0], targets) + out[1].abs().square().mean()
 
-    net = converted(Classifier())
-    net.__class__ = Spectrum
-    x, y = batch()
-    whole, _ = full_batch(net, loss_fn, x, y)
-    backward(net, loss_fn, x, y, micro_batch=5)
-    assert relative_error(net, whole) <= EXACT
+    check_exact(converted(Classifier(), run_as=Spectrum), loss_fn, *batch(), micro_batch=5)
 
 
 def test_a_method_of_the_model_as_the_loss():
@@ -440,12 +395,8 @@ def test_a_method_of_the_model_as_the_loss():
         def loss(self, out: Tensor, targets: Tensor) -> Tensor:
             return F.cross_entropy(out, targets)
 
-    net = converted(Classifier())
-    net.__class__ = Trained
-    x, y = batch()
-    whole, _ = full_batch(net, net.loss, x, y)
-    backward(net, net.loss, x, y, micro_batch=5, loss_in_pieces=True)
-    assert relative_error(net, whole) <= EXACT
+    net = converted(Classifier(), run_as=Trained)
+    check_exact(net, net.loss, *batch(), micro_batch=5, loss_in_pieces=True)
 
 
 def test_hooks_on_a_last_norm_run_once():

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from whole_and_parts import Classifier, batch, converted, full_batch, relative_error, state
+from whole_and_parts import EXACT, Classifier, batch, check_exact, converted, full_batch, relative_error, state
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.microbatch import backward
@@ -19,7 +19,6 @@ from mimicnorm.microbatch.batches import MicroBatch
 from mimicnorm.microbatch.probe_loss import ROUNDING, CannotTellError, LossProbe
 from mimicnorm.microbatch.replay import RandomState
 
-EXACT = 1e-12
 WEIGHT = torch.tensor([0.1, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
 
 
@@ -53,10 +52,7 @@ def test_a_comparison_says_what_differs():
 def test_a_head_of_zeros_does_not_hide_weights():
     net = converted(Classifier(), last_norm=False)
     nn.init.zeros_(net.fc.weight), nn.init.zeros_(net.fc.bias)
-    x, y = batch()
-    whole, _ = full_batch(net, lambda out, t: F.cross_entropy(out, t, WEIGHT), x, y)
-    backward(net, lambda out, t: F.cross_entropy(out, t, WEIGHT), x, y, micro_batch=5)
-    assert relative_error(net, whole) <= EXACT
+    check_exact(net, lambda out, t: F.cross_entropy(out, t, WEIGHT), *batch(), micro_batch=5)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, 8])
@@ -67,10 +63,7 @@ def test_a_weak_comparison_of_samples_does_not_hide_in_rounding(micro_batch):
     for seed in range(5):
         torch.manual_seed(seed)
         net = converted(Classifier(), torch.float32, last_norm=False)
-        x, y = batch(dtype=torch.float32)
-        whole, _ = full_batch(net, loss_fn, x, y)
-        backward(net, loss_fn, x, y, micro_batch=micro_batch)
-        assert relative_error(net, whole) <= 1e-5
+        check_exact(net, loss_fn, *batch(dtype=torch.float32), allowed=1e-5, micro_batch=micro_batch)
 
 
 def random_for_all(out: Tensor, targets: Tensor) -> Tensor:

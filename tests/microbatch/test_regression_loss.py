@@ -117,9 +117,7 @@ def test_where_the_outputs_pass_by_or_go_on(way):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).softmax(1)
 
-    net = converted(Classifier())
-    net.__class__ = Probabilities
-    WAYS[way](net, F.mse_loss, x, VALUES)
+    WAYS[way](converted(Classifier(), run_as=Probabilities), F.mse_loss, x, VALUES)
 
 
 def test_without_a_last_norm_nothing_warns():

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from whole_and_parts import AveragedHeads, Classifier, batch, converted, state
+from whole_and_parts import AveragedHeads, Chained, Classifier, Counts, batch, converted, state
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.microbatch import LastNormCrossEntropy, backward
@@ -54,23 +54,8 @@ def test_after_any_other_error_too():
     x, y = batch(8)
     nothing_to_train = moved(converted(Classifier())).requires_grad_(False)
 
-    class Chained(AveragedHeads):
-        def forward(self, x: Tensor) -> Tensor:
-            y = self.body(x).mean((2, 3))
-            return self.second(y + self.fc(y).mean(1, keepdim=True))
-
-    chained = moved(converted(AveragedHeads()))
-    chained.__class__ = Chained
-
-    class Counts(Classifier):
-        calls = 0
-
-        def forward(self, x: Tensor) -> Tensor:
-            self.calls += 1
-            return super().forward(x * torch.linspace(1, 2 + self.calls, 9, dtype=x.dtype))
-
-    counts = moved(converted(Classifier()))
-    counts.__class__ = Counts  # noticed at the end, when gradients have been added
+    chained, counts = moved(converted(AveragedHeads())), moved(converted(Classifier()))
+    chained.__class__, counts.__class__ = Chained, Counts  # Counts is noticed at the end, with gradients added
     for net, message in (
         (nothing_to_train, "nothing that requires a gradient"),
         (chained, "another LastNorm"),

@@ -10,13 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from whole_and_parts import Classifier, batch, converted, relative_error
+from whole_and_parts import EXACT, Classifier, batch, check_exact, converted, relative_error
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.microbatch import backward
 from mimicnorm.microbatch.trees import Tree, leaves
-
-EXACT = 1e-12
 
 
 class TwoHeads(Classifier):
@@ -70,18 +68,7 @@ MODES = [
 def test_keys_in_another_order_are_put_in_order(arrange, mode):
     net = converted(TwoHeads(), last_norm=mode["last_norm"])
     net.arrange = arrange
-    x, y = batch(8)
-    whole = copy.deepcopy(net)
-    expected = whole(x)
-    loss = loss_fn(expected, y)
-    loss.backward()
-    found = backward(net, loss_fn, x, y, micro_batch=3, **{k: v for k, v in mode.items() if k != "last_norm"})
-    value, outputs = found if mode.get("return_outputs") else (found, None)
-    assert relative_error(net, whole) <= EXACT
-    torch.testing.assert_close(value, loss.detach())
-    if outputs is not None:
-        for key in expected:
-            torch.testing.assert_close(outputs[key], expected[key])
+    check_exact(net, loss_fn, *batch(8), micro_batch=3, **{k: v for k, v in mode.items() if k != "last_norm"})
 
 
 Pair = namedtuple("Pair", ["a", "b"])
@@ -132,13 +119,7 @@ def test_structures_that_nobody_puts_together_may_differ():
     def per_image(out: list[dict[str, Tensor]], targets: Tensor) -> Tensor:
         return torch.stack([F.cross_entropy(o["scores"], t) for o, t in zip(out, targets, strict=True)]).mean()
 
-    net = converted(Classifier(), last_norm=False)
-    net.__class__ = PerImage
-    x, y = batch(8)
-    whole = copy.deepcopy(net)
-    per_image(whole(x), y).backward()
-    backward(net, per_image, x, y, micro_batch=3)
-    assert relative_error(net, whole) <= EXACT
+    check_exact(converted(Classifier(), run_as=PerImage, last_norm=False), per_image, *batch(8), micro_batch=3)
 
 
 @pytest.mark.parametrize("value", [0.5, "warm", torch.tensor([1.0]).numpy()])

@@ -11,6 +11,9 @@ from torch import Tensor, nn
 
 import mimicnorm as mn
 from mimicnorm.layers import LastNorm
+from mimicnorm.microbatch import backward
+
+EXACT = 1e-12
 
 
 def body(dropout: float = 0.0) -> nn.Sequential:
@@ -47,6 +50,24 @@ class AveragedHeads(Classifier):
     def forward(self, x: Tensor) -> Tensor:
         y = self.body(x).mean((2, 3))
         return (self.fc(y) + self.second(self.drop(y))) / 2
+
+
+class Chained(AveragedHeads):
+    """A head behind a head."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.body(x).mean((2, 3))
+        return self.second(y + self.fc(y).mean(1, keepdim=True))
+
+
+class Counts(Classifier):
+    """State outside of buffers."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x * torch.linspace(1, 2 + self.calls, 9, dtype=x.dtype))
 
 
 class Segmenter(nn.Module):
@@ -119,9 +140,13 @@ def two_view_loss(out: tuple, targets: Tensor) -> Tensor:
     return F.cross_entropy(out[0], targets) + F.cross_entropy(out[1], targets)
 
 
-def converted(net: nn.Module, dtype: torch.dtype = torch.float64, **method: object) -> nn.Module:
+def converted(
+    net: nn.Module, dtype: torch.dtype = torch.float64, run_as: type | None = None, **method: object
+) -> nn.Module:
+    """Convert a network; ``run_as`` is a subclass whose forward it runs from then on."""
     net = net.to(dtype)
     mn.convert_(net, mn.MimicNorm(**method), example=torch.zeros(2, 3, 9, 9, dtype=dtype), init="theory")
+    net.__class__ = run_as or type(net)
     return net
 
 
@@ -151,6 +176,20 @@ def full_batch(net: nn.Module, loss_fn: Callable, x: object, y: object) -> tuple
     loss = loss_fn(whole(x), y)
     loss.backward()
     return whole, loss.detach()
+
+
+def check_exact(net: nn.Module, loss_fn: Callable, x: Tensor, y: object, allowed: float = EXACT, **how: object) -> None:
+    """Compare gradient, loss, statistics and outputs of ``backward`` with those of the whole batch."""
+    expected = copy.deepcopy(net)(x) if how.get("return_outputs") else None
+    whole, loss = full_batch(net, loss_fn, x, y)
+    made = backward(net, loss_fn, x, y, **how)
+    value, outputs = made if how.get("return_outputs") else (made, None)
+    assert relative_error(net, whole) <= allowed
+    assert not value.requires_grad
+    torch.testing.assert_close(value, loss)
+    torch.testing.assert_close(state(net), state(whole))
+    torch.testing.assert_close(outputs, expected)
+    assert [p.requires_grad for p in net.parameters()] == [p.requires_grad for p in whole.parameters()]
 
 
 def gradient(net: nn.Module) -> Tensor:

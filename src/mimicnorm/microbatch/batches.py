@@ -57,8 +57,8 @@ def split(inputs: Any, targets: Any, micro_batch: int) -> list[MicroBatch]:
     micro_batch = positive_int(micro_batch, "micro_batch", error=MicroBatchError)
     args, kwargs = _call(inputs)
     size = _size((args, kwargs), "inputs")
-    _refuse_lists((args, kwargs), size, "let a loader yield the micro-batches, without micro_batch=")
-    _refuse_lists(targets, size, _LOOKED_UP.format(size))
+    _refuse_list(_list_of_samples((args, kwargs), size), "let a loader yield the micro-batches, without micro_batch=")
+    _refuse_list(_list_of_samples(targets, size), _LOOKED_UP.format(size))
     if any(len(t) != size for t in leaves(targets) if counts_samples(t)):
         shapes = [tuple(t.shape) for t in leaves(targets) if counts_samples(t)]
         raise MicroBatchError(
@@ -249,11 +249,6 @@ _LOOKED_UP = (
 )
 
 
-def _refuse_lists(structure: Any, size: int, remedy: str) -> None:
-    if (items := _list_of_samples(structure, size)) is not None:
-        _refuse_list(items, remedy)
-
-
 def _list_of_samples(structure: Any, size: int) -> list | tuple | None:
     """The first list of one item per sample, if there is one: it can be neither cut nor joined."""
     nodes = leaves(structure, is_leaf=lambda x: size > 1 and _one_each(x, size))
@@ -271,7 +266,9 @@ def _one_each(x: Any, size: int) -> bool:
     return not of_all or not all(of_all) or all(isinstance(i, dict) for i in x)
 
 
-def _refuse_list(items: Any, remedy: str) -> None:
+def _refuse_list(items: list | tuple | None, remedy: str) -> None:
+    if items is None:
+        return
     values = all(isinstance(i, (Number, str, Tensor, np.ndarray)) and not counts_samples(i) for i in items)
     kind = "values" if values else f"items ({', '.join(sorted({type(i).__name__ for i in items}))})"
     remedy = "give one value per sample as a tensor or a NumPy array" if values else remedy

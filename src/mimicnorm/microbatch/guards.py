@@ -48,18 +48,12 @@ def heads_of(model: nn.Module) -> dict[str, LastNorm]:
 @contextlib.contextmanager
 def buffers_unchanged(model: nn.Module, piece: MicroBatch) -> Iterator[None]:
     """Raise, with its name, for a buffer that the forward pass inside writes or replaces."""
+    tensors = list(model.buffers())  # alive to the end: the id of a freed tensor may be another's
     before = _buffers(model)
     yield
     after = _buffers(model)
-    # The tensor itself is compared, not its id: a freed tensor's id may be another's.
-    changed = [
-        readable(name)
-        for name in before | after
-        if name not in before
-        or name not in after
-        or before[name][0] is not after[name][0]
-        or before[name][1] != after[name][1]
-    ]
+    changed = [readable(name) for name in before | after if before.get(name) != after.get(name)]
+    del tensors
     if changed:
         raise MicroBatchError(
             f"{', '.join(changed[:3])}: the forward pass of {piece} changed this buffer, so the samples "
@@ -96,5 +90,5 @@ def readable(name: str) -> str:
     return name.replace("_orig_mod.", "") or "the model itself"
 
 
-def _buffers(model: nn.Module) -> dict[str, tuple[Tensor, int]]:
-    return {name: (b, b._version) for name, b in model.named_buffers()}
+def _buffers(model: nn.Module) -> dict[str, tuple[int, int]]:
+    return {name: (id(b), b._version) for name, b in model.named_buffers()}

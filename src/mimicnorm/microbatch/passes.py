@@ -171,12 +171,7 @@ def outputs_of(run: Run, first: First, normed: dict[Call, list[Tensor]]) -> Iter
     now.restore()
 
 
-def graph_pass(
-    run: Run,
-    roots: Roots,
-    heads: dict[Call, WholeBatch] | None = None,
-    grads: dict[Call, list[Tensor]] | None = None,
-) -> None:
+def graph_pass(run: Run, roots: Roots, heads: dict[Call, WholeBatch], grads: dict[Call, list[Tensor]]) -> None:
     """Run every micro-batch with a graph, and add its part of the gradient.
 
     This is the only pass if the loss is a mean over samples that do not depend on each other, else the second one,
@@ -188,7 +183,7 @@ def graph_pass(
         heads: The normalised logits of the whole batch.
         grads: dL/dlogits of each micro-batch.
     """
-    heads, grads, replays, end = heads or {}, grads or {}, [], run.random_state()
+    replays, end = [], run.random_state()
     raw, normed = {c: h.pieces(h.raw) for c, h in heads.items()}, {c: h.pieces(h.normed) for c, h in heads.items()}
     for i, piece in enumerate(run.pieces):
         if run.starts:

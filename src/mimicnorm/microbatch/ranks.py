@@ -45,35 +45,17 @@ def _ddp(model: nn.Module) -> DistributedDataParallel | None:
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
-def agree(amounts: list[float], fault: Exception | None, device: torch.device | None, consequence: str) -> list[float]:
-    """Sum amounts over all ranks; if any rank has a fault, all ranks raise, so that none waits for it.
-
-    Args:
-        amounts: This rank's amounts, as many as on each rank.
-        fault: What went wrong here, if anything.
-        device: Where the ranks communicate from.
-        consequence: What a healthy rank should know when another one failed.
-    """
-    if world_size() > 1:
-        precise = torch.float32 if device is not None and device.type == "mps" else torch.float64
-        total = torch.tensor([*amounts, float(fault is not None)], dtype=precise, device=device)
-        dist.all_reduce(total)
-        *amounts, faults = total.tolist()
-        if faults and fault is None:
-            raise MicroBatchError(
-                f"{int(faults)} of {world_size()} ranks failed in this batch; their own messages say why. {consequence}"
-            )
-    if fault is not None:
-        raise fault
-    return amounts
-
-
 @contextlib.contextmanager
 def all_or_none(device: torch.device | None, consequence: str = UNTOUCHED, amounts: int = 0) -> Iterator[list[float]]:
-    """Raise on all ranks, at the end, what fails inside on one of them.
+    """Raise on all ranks, at the end, what fails inside on one of them, so that none waits for it.
 
     Yields a list for ``amounts`` numbers to be filled in, which holds their sums over all ranks afterwards. Nothing
     inside may communicate.
+
+    Args:
+        device: Where the ranks communicate from.
+        consequence: What a healthy rank should know when another one failed.
+        amounts: How many numbers to sum, as many on each rank.
     """
     fault: Exception | None = None
     filled = [0.0] * amounts
@@ -81,7 +63,17 @@ def all_or_none(device: torch.device | None, consequence: str = UNTOUCHED, amoun
         yield filled
     except Exception as error:
         fault = error
-    filled[:] = agree(filled, fault, device, consequence)
+    if world_size() > 1:
+        precise = torch.float32 if device is not None and device.type == "mps" else torch.float64
+        total = torch.tensor([*filled, float(fault is not None)], dtype=precise, device=device)
+        dist.all_reduce(total)
+        *filled[:], faults = total.tolist()
+        if faults and fault is None:
+            raise MicroBatchError(
+                f"{int(faults)} of {world_size()} ranks failed in this batch; their own messages say why. {consequence}"
+            )
+    if fault is not None:
+        raise fault
 
 
 def mean_over_ranks(loss: Tensor) -> Tensor:
