@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
@@ -79,11 +80,10 @@ class Analysis:
         """
         if depth is not None:
             depth = positive_int(depth, "depth", least=0, error=MemoryPredictionError)
-        sums: dict[str, int] = {}
+        sums: Counter[str] = Counter()
         for name, count in self.saved_by_module.items():
-            shown = ".".join(name.split(".")[:depth]) or ROOT
-            sums[shown] = sums.get(shown, 0) + count
-        return dict(sorted(sums.items(), key=lambda item: -item[1]))
+            sums[".".join(name.split(".")[:depth]) or ROOT] += count
+        return dict(sums.most_common())
 
     def table(self) -> Table:
         """Return a rich table of the amounts, over the whole step and at its peak."""

@@ -73,9 +73,15 @@ def search(predict: Callable[[int], Analysis], budget_bytes: int, first: Analysi
         else:
             middle = (fitting + too_large) // 2
             probe = min(middle, 2 * fitting) if fitting else middle
-    if fitting == 0:
-        _refuse(known[min(known)], budget_bytes)
-    return fitting
+    if fitting:
+        return fitting
+    smallest = known[min(known)]
+    fixed = smallest.parameters + smallest.buffers + smallest.gradients + smallest.optimizer_state
+    raise MemoryPredictionError(
+        f"a batch of {smallest.batch} needs {format_bytes(smallest.peak_bytes)} at its peak, and the budget is "
+        f"{format_bytes(budget_bytes)}. Parameters, buffers, gradients and optimizer state take {format_bytes(fixed)} "
+        "with any batch. Raise the budget, shrink the input or the network, or use an optimizer with less state"
+    )
 
 
 def _largest_on_lines(known: dict[int, Analysis], probe: int, budget_bytes: int) -> int:
@@ -93,12 +99,3 @@ def _largest_on_lines(known: dict[int, Analysis], probe: int, budget_bytes: int)
     samples = last.batch - start
     growths = [(a, b - a) for a, b in zip(starts, totals, strict=True) if (b - a) * samples > 0]
     return min((start + (budget_bytes - a) * samples // growth for a, growth in growths), default=2 * last.batch)
-
-
-def _refuse(smallest: Analysis, budget_bytes: int) -> None:
-    fixed = smallest.parameters + smallest.buffers + smallest.gradients + smallest.optimizer_state
-    raise MemoryPredictionError(
-        f"a batch of {smallest.batch} needs {format_bytes(smallest.peak_bytes)} at its peak, and the budget is "
-        f"{format_bytes(budget_bytes)}. Parameters, buffers, gradients and optimizer state take {format_bytes(fixed)} "
-        "with any batch. Raise the budget, shrink the input or the network, or use an optimizer with less state"
-    )

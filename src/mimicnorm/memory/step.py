@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import cache, partial
 from typing import Any, TypedDict
 
 import torch
@@ -113,7 +113,9 @@ def measure(
             parameter.requires_grad_(trains)
             parameter._is_param = True  # pyrefly: ignore
         bare, compiled = partition_compiled(model)
-        inputs = tree_map_only(Tensor, _copier(), example)
+        # each tensor once; in the mode of fake tensors, the copies are fake
+        copied = cache(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
+        inputs = tree_map_only(Tensor, copied, example)
         args, kwargs = call_arguments(bare, inputs if batch is None else with_samples(inputs, batch))
         setting = (bare, compiled, args, kwargs, default_loss if loss is None else loss, autocast, fake, new_tracker())
         passes = Passes(*setting) if micro_batch is None else MicroBatchPasses(*setting, size=micro_batch)
@@ -203,18 +205,6 @@ def _optimizer_with_state(make: MakeOptimizer, passes: Passes, target: str) -> t
         if isinstance(leaf, Tensor):
             passes.tracker.add(leaf, "optimizer_state")
     return optimizer
-
-
-def _copier() -> Callable[[Tensor], Tensor]:
-    """Return a function that copies tensors, each once; in the mode of fake tensors, the copies are fake."""
-    copies: dict[int, Tensor] = {}
-
-    def copied(tensor: Tensor) -> Tensor:
-        if id(tensor) not in copies:
-            copies[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        return copies[id(tensor)]
-
-    return copied
 
 
 def _optimizer_maker(optimizer: Any) -> MakeOptimizer | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -110,12 +111,11 @@ class StorageTracker(TorchDispatchMode):
 
     def saved_bytes_by_module(self) -> dict[str, int]:
         """Sum the saved storages that are alive now over the module that saved them first."""
-        sums: dict[str, int] = {}
+        sums: Counter[str] = Counter()
         for storage in self._alive.values():
             if storage.category == "activations":
-                name = storage.saved_by or ""
-                sums[name] = sums.get(name, 0) + storage.size_bytes
-        return sums
+                sums[storage.saved_by or ""] += storage.size_bytes
+        return dict(sums)
 
     def category_bytes(self, category: str) -> int:
         """Return what is alive of one category."""

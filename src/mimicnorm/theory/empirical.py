@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -117,8 +116,7 @@ def _flat(jacobian: dict[str, Tensor], lead: int) -> Tensor:
 
 def _per_sample(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobian:
     def one(group: dict[str, Tensor], sample: Tensor) -> Tensor:
-        out = functional_call(model, ({**parameters, **group}, _buffers(model)), (sample.unsqueeze(0),))
-        return _one_tensor(out).reshape(-1)
+        return _outputs(model, {**parameters, **group}, sample.unsqueeze(0)).reshape(-1)
 
     def jacobian(samples: slice, group: dict[str, Tensor]) -> Tensor:
         try:
@@ -136,8 +134,7 @@ def _per_sample(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> J
 def _batch(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobian:
     def jacobian(samples: slice, group: dict[str, Tensor]) -> Tensor:
         def whole(chosen: dict[str, Tensor]) -> Tensor:
-            # buffers made in here: a BatchNorm in train mode updates them in place, which vjp forbids on outer tensors
-            return _rows(_one_tensor(functional_call(model, ({**parameters, **chosen}, _buffers(model)), (x,))))
+            return _outputs(model, {**parameters, **chosen}, x)
 
         out, pull, *_ = vjp(whole, group)
         count, width = out.shape
@@ -150,42 +147,34 @@ def _batch(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobi
     return jacobian
 
 
-def _buffers(model: nn.Module) -> dict[str, Tensor]:
-    return {name: b.clone() for name, b in model.named_buffers()}
+def _outputs(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Return (samples, outputs), also of a model that returns one number per sample."""
+    # copies: a BatchNorm in train mode updates its buffers in place, which vjp forbids on outer tensors
+    buffers = {name: b.clone() for name, b in model.named_buffers()}
+    out = functional_call(model, (parameters, buffers), (x,))
+    if not isinstance(out, Tensor):
+        raise TheoryError(f"the model returns {type(out).__name__}; wrap it so that it returns one tensor.")
+    if out.dim() == 0:
+        raise TheoryError("the model returns one number for the whole batch: its kernel needs outputs per sample.")
+    return out.reshape(len(out), -1)
 
 
 def _output_count(model: nn.Module, x: Tensor) -> int:
     """Return the number of outputs per sample; refuse a model whose output on x differs between runs."""
     with torch.no_grad(), running("the model", x):
-
-        def run() -> Tensor:
-            return _rows(_one_tensor(functional_call(model, _buffers(model), (x,))))
-
-        state, out = torch.get_rng_state(), run()
+        state, out = torch.get_rng_state(), _outputs(model, {}, x)
         if not bool(torch.isfinite(out).all()):
             raise TheoryError("the model's output is not finite on these inputs.")
         # a model that draws random numbers may drop a path only now and then
         again = 1 if torch.equal(state, torch.get_rng_state()) else 16
-        same = all(torch.allclose(run(), out, rtol=1e-4, atol=1e-4 * float(out.abs().max())) for _ in range(again))
+        runs = (_outputs(model, {}, x) for _ in range(again))
+        same = all(torch.allclose(run, out, rtol=1e-4, atol=1e-4 * float(out.abs().max())) for run in runs)
     if not same:
         raise TheoryError(
             "the model's output is noise in part: two runs on the same inputs differ. Call model.eval(), or take "
             "its functional dropout or random paths away, for a kernel without noise."
         )
     return out.shape[1]
-
-
-def _one_tensor(out: Any) -> Tensor:
-    if not isinstance(out, Tensor):
-        raise TheoryError(f"the model returns {type(out).__name__}; wrap it so that it returns one tensor.")
-    return out
-
-
-def _rows(out: Tensor) -> Tensor:
-    """Return (samples, outputs), also of a model that returns one number per sample."""
-    if out.dim() == 0:
-        raise TheoryError("the model returns one number for the whole batch: its kernel needs outputs per sample.")
-    return out.reshape(len(out), -1)
 
 
 def _require_function(model: nn.Module, mode: str) -> None:
