@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 sys.path.insert(0, str(Path(__file__).parent))
 from whole_and_parts import AveragedHeads, Classifier, SharedHead, batch, converted, gradient, state, two_view_loss
 
-from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers import LastNorm
 from mimicnorm.microbatch import LastNormCrossEntropy, backward
 from mimicnorm.microbatch.heads import WholeBatch
@@ -153,51 +152,45 @@ def plain_training(rank: int, world: int) -> dict[str, Any]:
     return found
 
 
-def failures(rank: int, world: int) -> dict[str, str]:
+def error_of(call: Callable, *args: Any, **how: Any) -> str:
+    """The message of the error that a call raises; empty if it raises none."""
+    try:
+        call(*args, **how)
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def failures(rank: int, world: int) -> dict[str, Any]:
     """One rank's failure must be everyone's, at once."""
-    found = {}
-    net = DistributedDataParallel(build(Classifier))
+    net, bare = (DistributedDataParallel(build(Classifier, last_norm=last_norm)) for last_norm in (True, False))
     x, y = batch(8)
     broken = x.clone()
     broken[5] = float("nan")
-    for name, inputs in {"nan": broken if rank else x, "empty": x[:0] if rank else x}.items():
-        try:
-            backward(net, F.cross_entropy, inputs, y[: len(inputs)], micro_batch=2)
-        except MicroBatchError as error:
-            found[name] = str(error)
 
     def boom(out: Tensor, targets: Tensor) -> Tensor:
-        raise ValueError("boom")
+        if rank:
+            raise ValueError("boom")
+        return F.cross_entropy(out, targets)
 
-    bare = DistributedDataParallel(build(Classifier, last_norm=False))
-    weighted = nn.CrossEntropyLoss(torch.linspace(0.1, 3, 5, dtype=torch.float64))
-    for name, model, loss_fn in [
-        ("loss", net, boom if rank else F.cross_entropy),
-        ("loss, one pass", bare, boom if rank else F.cross_entropy),
-        ("weights", net, weighted),
-    ]:
-        try:
-            backward(model, loss_fn, x, y, micro_batch=2 + rank)
-        except (MicroBatchError, ValueError) as error:
-            found[name] = str(error)
-    found["lone"] = ""
-    found["statistics"] = [state(net)]
+    def not_finite(out: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(out, targets) * (float("nan") if rank else 1)
+
+    def fail(name: str, model: nn.Module, loss_fn: Callable, x: Tensor, targets: Any, micro_batch: int) -> None:
+        found[name] = error_of(backward, model, loss_fn, x, targets, micro_batch=micro_batch)
+
+    found: dict[str, Any] = {}
+    fail("nan", net, F.cross_entropy, broken if rank else x, y, 2)
+    fail("empty", net, F.cross_entropy, x[: 8 - 8 * rank], y[: 8 - 8 * rank], 2)
+    fail("loss", net, boom, x, y, 2 + rank)
+    fail("loss, one pass", bare, boom, x, y, 2 + rank)
+    fail("weights", net, nn.CrossEntropyLoss(torch.linspace(0.1, 3, 5, dtype=torch.float64)), x, y, 2 + rank)
+    before = state(net)
     for name, model, loss_fn, targets in no_means(rank, net, bare, y):
-        try:
-            backward(model, loss_fn, x, targets, micro_batch=8)  # a single micro-batch on each rank
-        except MicroBatchError as error:
-            found[name] = str(error)
-    for name, loss_fn in {"nan": lambda out, t: F.cross_entropy(out, t) * (float("nan") if rank else 1)}.items():
-        try:
-            backward(net, loss_fn, x, y, micro_batch=3)
-        except MicroBatchError as error:
-            found[f"{name}, loss"] = str(error)
-    found["statistics"].append(state(net))
-    norm = LastNorm(3)
-    try:
-        norm(torch.zeros(1 - rank, 3))
-    except MicroBatchError as error:
-        found["lone"] = str(error)
+        fail(name, model, loss_fn, x, targets, 8)  # a single micro-batch on each rank
+    fail("nan, loss", net, not_finite, x, y, 3)
+    found["statistics"] = [before, state(net)]
+    found["lone"] = error_of(LastNorm(3), torch.zeros(1 - rank, 3))
     found["gradients"] = [p.grad is None for p in net.parameters()]
     return found
 
@@ -230,10 +223,8 @@ def out_of_memory(rank: int, world: int) -> dict[str, Any]:
         handle = net.body.register_forward_hook(hook) if hook else None
         if hook is None and rank:
             WholeBatch.joined = fail
-        try:
-            backward(wrapped, F.cross_entropy, x, y, micro_batch=(50, 6)[rank])  # a single micro-batch on rank 0
-        except (MicroBatchError, RuntimeError) as error:
-            told[name] = str(error)
+        # a single micro-batch on rank 0
+        told[name] = error_of(backward, wrapped, F.cross_entropy, x, y, micro_batch=(50, 6)[rank])
         WholeBatch.joined = joined
         if handle is not None:
             handle.remove()
@@ -241,12 +232,8 @@ def out_of_memory(rank: int, world: int) -> dict[str, Any]:
         net.zero_grad()
         backward(wrapped, F.cross_entropy, x, y, micro_batch=4)
         told[f"{name}: next"] = gradient(net)
-    try:  # heads that are not the same on all ranks
-        shared = build(SharedHead)
-        shared.__class__ = Classifier if rank else SharedHead
-        backward(shared, F.cross_entropy if rank else two_view_loss, x, y, micro_batch=4)
-    except MicroBatchError as error:
-        told["heads"] = str(error)
+    other = build(SharedHead, run_as=Classifier if rank else SharedHead)  # not the same heads on all ranks
+    told["heads"] = error_of(backward, other, F.cross_entropy if rank else two_view_loss, x, y, micro_batch=4)
     return told
 
 

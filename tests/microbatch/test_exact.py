@@ -24,6 +24,7 @@ from whole_and_parts import (
     WithFeatures,
     batch,
     check_exact,
+    check_replay,
     converted,
     dict_loss,
     feature_loss,
@@ -104,14 +105,7 @@ def test_dropout_and_stochastic_depth_replay(make):
     net = make().double()
     mn.convert_(net, mn.MimicNorm(), example=(2, 3, 32, 32), init="theory")
     x, y = torch.randn(12, 3, 32, 32, dtype=torch.float64), torch.randint(5, (12,))
-    reference = copy.deepcopy(net)
-    torch.manual_seed(5)
-    one_graph(reference, F.cross_entropy, x, y, 5)
-    after = torch.get_rng_state()
-    torch.manual_seed(5)
-    backward(net, F.cross_entropy, x, y, micro_batch=5)
-    assert relative_error(net, reference) <= EXACT
-    assert torch.equal(torch.get_rng_state(), after), "random numbers go on as after one pass"
+    reference = check_replay(net, F.cross_entropy, x, y, 5)
     # ... and other random numbers would have been noticed
     net.zero_grad()
     torch.manual_seed(6)
@@ -119,19 +113,27 @@ def test_dropout_and_stochastic_depth_replay(make):
     assert relative_error(net, reference) > 1e-3
 
 
-def test_randomness_of_python_and_numpy_replays():
-    class Drops(Classifier):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x * random.choice([1.0, 2.0]) * (1 + np.random.rand()))
+class Drops(Classifier):
+    """Draws Python's and NumPy's random numbers."""
 
-    net = converted(Drops())
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * random.choice([1.0, 2.0]) * (1 + np.random.rand()))
+
+
+@pytest.mark.parametrize("in_pieces", [None, True])
+@pytest.mark.parametrize(
+    ("make", "loss_fn"),
+    [
+        (Drops, F.cross_entropy),
+        (lambda: AveragedHeads(dropout=0.5), F.cross_entropy),
+        (lambda: Segmenter(dropout=0.4), dict_loss),
+    ],
+)
+def test_random_numbers_replay(make, loss_fn, in_pieces):
     x, y = batch(12)
-    reference = copy.deepcopy(net)
-    random.seed(3), np.random.seed(3)
-    one_graph(reference, F.cross_entropy, x, y, 2)
-    random.seed(3), np.random.seed(3)
-    backward(net, F.cross_entropy, x, y, micro_batch=2)
-    assert relative_error(net, reference) <= EXACT
+    if loss_fn is dict_loss:
+        y = torch.randint(4, (12, 9, 9))
+    check_replay(converted(make()), loss_fn, x, y, 5, loss_in_pieces=in_pieces)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 7, 12])
@@ -148,25 +150,6 @@ def test_tails_several_heads_shared_heads_and_segmentation(make, loss_fn, how, m
     if make is Segmenter:
         y = torch.randint(4, (12, 9, 9))
     check_exact(converted(make()), loss_fn, x, y, micro_batch=micro_batch, **how)
-
-
-def test_dropout_replays_with_a_tail():
-    net = converted(AveragedHeads(dropout=0.5))
-    x, y = batch(12)
-    reference = copy.deepcopy(net)
-    torch.manual_seed(5)
-    parts = []
-    for name in ("fc", "second"):
-        reference.get_submodule(name).last_norm.intercept = lambda z: parts.append(z) or z
-    for part in x.split(5):
-        reference(part)
-    for name in ("fc", "second"):
-        reference.get_submodule(name).last_norm.intercept = None
-    normed = [reference.get_submodule(n).last_norm(torch.cat(parts[i::2])) for i, n in enumerate(("fc", "second"))]
-    F.cross_entropy(sum(normed) / 2, y).backward()
-    torch.manual_seed(5)
-    backward(net, F.cross_entropy, x, y, micro_batch=5)
-    assert relative_error(net, reference) <= EXACT
 
 
 @pytest.mark.parametrize("last_norm", [True, False], ids=["two passes", "one pass"])

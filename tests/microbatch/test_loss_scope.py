@@ -23,7 +23,6 @@ from whole_and_parts import (
     dict_loss,
     full_batch,
     gradient,
-    one_graph,
     relative_error,
     state,
 )
@@ -237,19 +236,6 @@ def test_a_scaler_and_a_denominator_in_pieces():
     for p in net.parameters():
         p.grad /= 2**10
     assert relative_error(net, whole) <= EXACT
-
-
-def test_randomness_replays_in_pieces():
-    net = converted(Segmenter(dropout=0.4))
-    x, y = batch(8)[0], torch.randint(4, (8, 9, 9))
-    reference = copy.deepcopy(net)
-    torch.manual_seed(5)
-    one_graph(reference, dict_loss, x, y, 3)
-    after = torch.get_rng_state()
-    torch.manual_seed(5)
-    backward(net, dict_loss, x, y, micro_batch=3, loss_in_pieces=True)
-    assert relative_error(net, reference) <= EXACT
-    assert torch.equal(torch.get_rng_state(), after)
 
 
 def test_no_outputs_of_the_whole_batch_are_saved():

@@ -79,7 +79,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(found_by_two):
         assert "loss_fn is not a mean over samples" in broken[name]
         assert "several ranks" in broken[name]
         assert "denominator=" in broken[name]
-    assert "contrastive" in healthy
+    assert healthy["contrastive"]
     assert "it draws random numbers or keeps a state. If it is, say so with loss_in_pieces=True" in broken["noise"]
     assert "the loss is nan" in broken["nan, loss"]
     assert "1 of 2 ranks failed" in healthy["nan, loss"]

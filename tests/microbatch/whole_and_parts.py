@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -49,7 +51,10 @@ class AveragedHeads(Classifier):
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.body(x).mean((2, 3))
-        return (self.fc(y) + self.second(self.drop(y))) / 2
+        return self.tail(x, self.fc(y), self.second(self.drop(y)))
+
+    def tail(self, _x: Tensor, *heads: Tensor) -> Tensor:
+        return sum(heads) / 2
 
 
 class Chained(AveragedHeads):
@@ -190,6 +195,21 @@ def check_exact(net: nn.Module, loss_fn: Callable, x: Tensor, y: object, allowed
     torch.testing.assert_close(state(net), state(whole))
     torch.testing.assert_close(outputs, expected)
     assert [p.requires_grad for p in net.parameters()] == [p.requires_grad for p in whole.parameters()]
+
+
+def check_replay(net: nn.Module, loss_fn: Callable, x: Tensor, y: object, micro_batch: int, **how: object) -> nn.Module:
+    """Compare ``backward`` with one graph over the same micro-batches and random numbers; return the latter."""
+    reference, after = copy.deepcopy(net), []
+    for run in (
+        lambda: one_graph(reference, loss_fn, x, y, micro_batch),
+        lambda: backward(net, loss_fn, x, y, micro_batch=micro_batch, **how),
+    ):
+        torch.manual_seed(5), random.seed(5), np.random.seed(5)
+        run()
+        after.append((torch.rand(()).item(), random.random(), np.random.rand()))
+    assert relative_error(net, reference) <= EXACT
+    assert after[0] == after[1], "random numbers go on as after one pass"
+    return reference
 
 
 def gradient(net: nn.Module) -> Tensor:

@@ -33,12 +33,7 @@ class RegressionLossWarning(UserWarning):
 
 
 def warn_of_regression(kind: str, head: str) -> None:
-    """Warn of a regression loss.
-
-    Args:
-        kind: Which loss was seen.
-        head: Where the last BN is.
-    """
+    """Warn of a regression loss of some kind on the last BN of a head."""
     warnings.warn(
         f"{head}: a regression loss ({kind}) is computed from the outputs of a last BN. A last BN gives each output "
         "mean 0 and variance 1 over the batch, whatever the targets are, so it belongs on class scores only. For "
@@ -52,10 +47,6 @@ def regression_on(loss: Node, is_output: Callable[[Node], bool]) -> str | None:
     """Name the regression loss that compares raw outputs with something else, or return None.
 
     To compare outputs with each other (consistency of two views, distance from their mean) is not a regression.
-
-    Args:
-        loss: The graph's node of the loss.
-        is_output: Whether a node is that of the outputs.
     """
     for node in nodes_from(loss, is_output):
         name, operands = _name(node), [node]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mimicnorm.arguments import positive_int
 from mimicnorm.errors import MicroBatchError
-from mimicnorm.microbatch.trees import children, leaves, map_leaves, rebuild
+from mimicnorm.microbatch.trees import children, leaves, map_leaves, map_tensors, rebuild
 
 
 @dataclass(frozen=True)
@@ -158,15 +158,10 @@ def join(parts: list[Any], sizes: list[int]) -> Any:
 
 
 def mix(structure: Any, size: int, count: int) -> Any:
-    """Make outputs that other samples might have: mixtures of two samples, scaled down by a random factor.
+    """Make outputs of ``count`` other samples from those of ``size``: mixtures of two, scaled down at random.
 
     They differ from each other, however alike the samples are, and stay in the range of the samples: between 0 and 1,
     positive, boxes. A single sample cannot be mixed: each of its values is scaled down by itself.
-
-    Args:
-        structure: Outputs.
-        size: The number of samples in them.
-        count: The number of samples to make.
     """
     generator = torch.Generator().manual_seed(count)
     one = torch.randint(size, (count,), generator=generator)
@@ -218,7 +213,7 @@ def to_device(structure: Any, device: torch.device | None) -> Any:
     """Copy the tensors of a structure to a device."""
     if device is None:
         return structure
-    return map_leaves(lambda t: t.to(device, non_blocking=True) if isinstance(t, Tensor) else t, structure)
+    return map_tensors(lambda t: t.to(device, non_blocking=True), structure)
 
 
 def counts_samples(x: Any, kind: Any = (Tensor, np.ndarray)) -> bool:

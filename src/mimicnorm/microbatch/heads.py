@@ -121,13 +121,8 @@ class Feed:
 class Replay:
     """Stand-in of the graph pass: gives the known values forward and the known gradient backward.
 
-    It also records how much anything differs from the first time.
-
-    Args:
-        piece: The micro-batch.
-        raw: Its logits in the first pass.
-        normed: Its normalised logits.
-        grads: dL/dlogits.
+    It also records how much anything differs from the first time. ``raw`` are the logits of the first pass, ``grads``
+    is dL/dlogits.
     """
 
     def __init__(
@@ -194,13 +189,7 @@ class _KnownGradient(torch.autograd.Function):
 
 
 def warn_if_regression(heads: dict[str, LastNorm], normed: dict[Call, list[Tensor]], loss: Tensor) -> None:
-    """Warn, once per LastNorm, if a regression loss is computed from its outputs.
-
-    Args:
-        heads: The LastNorms by name.
-        normed: Leaves of the loss's graph: normalised logits.
-        loss: The loss.
-    """
+    """Warn, once per LastNorm, if a regression loss is computed from its outputs, leaves of the loss's graph."""
     for call, parts in normed.items():
         watched = heads[call.head]._accumulation
         if watched.loss_was_seen:

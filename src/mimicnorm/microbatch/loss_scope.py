@@ -25,15 +25,9 @@ class WholeBatchNeededError(Exception):
 class LossScope:
     """The user's loss, and how many passes it takes.
 
-    Args:
-        loss_fn: The loss.
-        run: The micro-batches.
-        modules: The modules that the loss can call, without those of the model.
-        as_sum: Whether it has to be a sum over samples (with a denominator), else a mean.
-        loss_in_pieces: As given to ``backward``.
-        scaler: As given to ``backward``.
-
     Attributes:
+        as_sum: Whether the loss has to be a sum over samples (with a denominator), else a mean.
+        asked: ``loss_in_pieces`` as given to ``backward``.
         two_passes: Whether a pass without a graph comes first.
         in_pieces: Whether the loss sees one micro-batch at a time.
         probe: Compares the loss with itself, where it is to be computed in parts.

@@ -16,7 +16,7 @@ from mimicnorm.microbatch.batches import MicroBatch, require_joinable, to_device
 from mimicnorm.microbatch.guards import buffers_unchanged, require_finite, require_inputs_unchanged
 from mimicnorm.microbatch.heads import Call, Capture, Feed, Replay, WholeBatch, require_same, standing_in
 from mimicnorm.microbatch.replay import RandomState, accelerators, full_precision
-from mimicnorm.microbatch.trees import Tree, leaves, map_leaves
+from mimicnorm.microbatch.trees import Tree, leaves, map_tensors
 
 Roots = Callable[[MicroBatch, list[Any], Replay], list[tuple[Tensor, Tensor | None]]]
 """From a micro-batch, the leaves of its output and its replay to the tensors to differentiate, with their gradients."""
@@ -54,15 +54,10 @@ class Run:
         return RandomState.now(self._accelerators)
 
     def forward(self, piece: MicroBatch, detach: bool = False) -> list[Any]:
-        """Run the model on a micro-batch; return the leaves of its output in the order of the first micro-batch's.
-
-        Args:
-            piece: The micro-batch.
-            detach: Whether inputs that require a gradient are detached.
-        """
+        """Run the model on a micro-batch; return the leaves of its output in the order of the first micro-batch's."""
         args, kwargs = to_device((piece.args, piece.kwargs), self.device)
         if detach:
-            args, kwargs = map_leaves(lambda t: t.detach() if isinstance(t, Tensor) else t, (args, kwargs))
+            args, kwargs = map_tensors(Tensor.detach, (args, kwargs))
         with buffers_unchanged(self.model, piece):
             output = self.model(*args, **kwargs)
         in_order = self._in_order(output, piece)
@@ -92,7 +87,7 @@ class Run:
 
     def copied(self, leaves: list[Any], piece: MicroBatch | None = None) -> Any:
         """Build the model's output from copies of its leaves: a loss may write into them."""
-        return self.structure([t.clone() if isinstance(t, Tensor) else t for t in leaves], piece)
+        return map_tensors(Tensor.clone, self.structure(leaves, piece))
 
     def joined(self, parts: list[list[Any]]) -> list[Any]:
         """Join the leaves of all micro-batches."""
@@ -175,13 +170,8 @@ def graph_pass(run: Run, roots: Roots, heads: dict[Call, WholeBatch], grads: dic
     """Run every micro-batch with a graph, and add its part of the gradient.
 
     This is the only pass if the loss is a mean over samples that do not depend on each other, else the second one,
-    in which the LastNorms are replaced by the values and gradients that are known from the first.
-
-    Args:
-        run: The micro-batches.
-        roots: What to differentiate.
-        heads: The normalised logits of the whole batch.
-        grads: dL/dlogits of each micro-batch.
+    in which the LastNorms are replaced by the values (``heads``) and gradients dL/dlogits (``grads``) that are known
+    from the first.
     """
     replays, end = [], run.random_state()
     raw, normed = {c: h.pieces(h.raw) for c, h in heads.items()}, {c: h.pieces(h.normed) for c, h in heads.items()}

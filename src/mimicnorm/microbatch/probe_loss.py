@@ -22,10 +22,10 @@ from mimicnorm.layers import LastNorm
 from mimicnorm.layers.last_norm import refused
 from mimicnorm.microbatch.batches import MicroBatch, counts_samples, join, mix, to_device
 from mimicnorm.microbatch.guards import is_inexact
-from mimicnorm.microbatch.heads import Call, standing_in
+from mimicnorm.microbatch.heads import standing_in
 from mimicnorm.microbatch.replay import RandomState, full_precision
 from mimicnorm.microbatch.snapshot import Snapshot
-from mimicnorm.microbatch.trees import leaves, map_leaves
+from mimicnorm.microbatch.trees import leaves, map_tensors
 
 ROUNDING = 2 / 3
 """How much may differ: the machine precision to this power (2.4e-5 in fp32, 3.7e-11 in fp64)."""
@@ -51,14 +51,9 @@ class _Samples:
 class LossProbe:
     """Compares micro-batches with the first one.
 
-    Args:
-        loss_fn: The user's loss.
-        as_sum: Whether it has to be a sum over samples, else a mean.
-        modules: The modules that it can call, without those of the model.
-        random_state: Returns the present state of all random generators.
-        device: Where the outputs are.
-
     Attributes:
+        as_sum: Whether the loss has to be a sum over samples, else a mean.
+        modules: The modules that the loss can call, without those of the model.
         stateful: Classes of the modules whose state a call of the loss changes.
     """
 
@@ -84,13 +79,7 @@ class LossProbe:
             raise NonFiniteError(f"the loss is {self._first[1].item()} for {piece}")
 
     def compare(self, piece: MicroBatch, outputs: Any, power: float) -> str:
-        """Compare the first micro-batch with another one; return what differs, or nothing.
-
-        Args:
-            piece: The other one.
-            outputs: Its outputs.
-            power: The machine precision to this power may differ.
-        """
+        """Compare the first micro-batch with another one; return what differs by more than eps ** power, or nothing."""
         actual = self._samples(outputs, piece.targets, piece.size, str(piece))
         return self._compare(actual, actual, power)
 
@@ -131,9 +120,9 @@ class LossProbe:
         try:
             self._random.restore()
             # A LastNorm of the loss sees the batch of all ranks: what is left to compare is what follows it.
-            with torch.enable_grad(), refused(IN_PARTS), standing_in(self._norms, _unchanged):
-                losses = [self.loss_fn(*map_leaves(_copy, (samples.outputs, samples.targets))) for _ in range(calls)]
-            loss = losses[-1]
+            with torch.enable_grad(), refused(IN_PARTS), standing_in(self._norms, lambda _, logits: logits):
+                arguments = samples.outputs, samples.targets  # copied, because a loss may write into them
+                *_, loss = [self.loss_fn(*map_tensors(Tensor.clone, arguments)) for _ in range(calls)]
             require_one_number(loss, samples.name)
             if not loss.requires_grad or not samples.leaves:
                 return loss.detach(), [torch.zeros_like(t) for t in samples.leaves]
@@ -145,10 +134,7 @@ class LossProbe:
             now.restore()
 
     def _samples(self, outputs: Any, targets: Any, size: int, name: str) -> _Samples:
-        def leaf(t: Any) -> Any:
-            return t.detach().clone().requires_grad_(is_inexact(t)) if isinstance(t, Tensor) else t
-
-        outputs = map_leaves(leaf, outputs)
+        outputs = map_tensors(lambda t: t.detach().clone().requires_grad_(is_inexact(t)), outputs)
         at = [t for t in leaves(outputs) if counts_samples(t, Tensor) and t.requires_grad]
         return _Samples(outputs, to_device(targets, self.device), size, name, at)
 
@@ -163,14 +149,6 @@ def require_one_number(loss: Any, where: str) -> None:
         raise MicroBatchError(
             f"loss_fn must return one number, a mean over samples (or a sum, with denominator=); got {got} for {where}"
         )
-
-
-def _copy(t: Any) -> Any:
-    return t.clone() if isinstance(t, Tensor) else t  # a loss may write into its arguments
-
-
-def _unchanged(_call: Call, logits: Tensor) -> Tensor:
-    return logits
 
 
 def _both(one: _Samples, other: _Samples) -> _Samples | None:

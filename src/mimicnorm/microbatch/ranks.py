@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers.last_norm import world_size
-from mimicnorm.microbatch.trees import map_leaves
+from mimicnorm.microbatch.trees import map_tensors
 
 UNTOUCHED = "Nothing was added to the gradients here"
 
@@ -90,7 +90,7 @@ def from_first(structure: Any) -> Any:
     payload: list[Any] = [None]
     if dist.get_rank() == 0:
         try:
-            payload = [pickle.dumps(map_leaves(lambda t: t.detach().cpu() if isinstance(t, Tensor) else t, structure))]
+            payload = [pickle.dumps(map_tensors(lambda t: t.detach().cpu(), structure))]
         except Exception as error:  # before anything is sent: the others would wait
             payload = [type(error).__name__]
     dist.broadcast_object_list(payload, src=0)

@@ -16,11 +16,7 @@ _LONGEST_LIST, _MOST_OBJECTS = 100, 1000
 
 
 class Snapshot:
-    """The state of modules at one moment: buffers, attributes, random generators of their own; not parameters.
-
-    Args:
-        modules: The modules; their children are not included.
-    """
+    """The state of modules, without their children: buffers, attributes, their random generators; not parameters."""
 
     def __init__(self, modules: Iterable[nn.Module]):
         self._attributes = [(m, dict(m.__dict__)) for m in modules]

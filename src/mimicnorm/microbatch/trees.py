@@ -7,6 +7,7 @@ from collections.abc import Callable, MutableMapping
 from types import SimpleNamespace
 from typing import Any
 
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from mimicnorm.errors import MicroBatchError
@@ -46,6 +47,11 @@ def map_leaves(function: Callable[[Any], Any], structure: Any, is_leaf: Callable
     return rebuild(structure, {key: map_leaves(function, part, is_leaf) for key, part in parts.items()})
 
 
+def map_tensors(function: Callable[[Tensor], Any], structure: Any) -> Any:
+    """Return the same structure with a function applied to each tensor."""
+    return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, structure)
+
+
 def rebuild(node: Any, parts: dict[Any, Any]) -> Any:
     """Return a container like another one with other parts."""
     if not pytree.tree_is_leaf(node):
@@ -62,12 +68,7 @@ def rebuild(node: Any, parts: dict[Any, Any]) -> Any:
 
 
 class Tree:
-    """The structure of a model's output.
-
-    Args:
-        output: What the model returned.
-        origin: For which micro-batch, for messages.
-    """
+    """The structure of a model's output; messages call its micro-batch ``origin``."""
 
     def __init__(self, output: Any, origin: str):
         self.origin = origin
