@@ -23,6 +23,7 @@ from whole_and_parts import AveragedHeads, Classifier, SharedHead, batch, conver
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers import LastNorm
 from mimicnorm.microbatch import LastNormCrossEntropy, backward
+from mimicnorm.microbatch.heads import WholeBatch
 
 SHARES = {2: (13, 19), 3: (5, 20, 7)}
 """Samples on each rank, of a batch of 32."""
@@ -169,7 +170,7 @@ def failures(rank: int, world: int) -> dict[str, str]:
         raise ValueError("boom")
 
     bare = DistributedDataParallel(build(Classifier, last_norm=False))
-    weighted = nn.CrossEntropyLoss(torch.ones(5, dtype=torch.float64))
+    weighted = nn.CrossEntropyLoss(torch.linspace(0.1, 3, 5, dtype=torch.float64))
     for name, model, loss_fn in [
         ("loss", net, boom if rank else F.cross_entropy),
         ("loss, one pass", bare, boom if rank else F.cross_entropy),
@@ -201,6 +202,54 @@ def failures(rank: int, world: int) -> dict[str, str]:
     return found
 
 
+def out_of_memory(rank: int, world: int) -> dict[str, Any]:
+    """Rank 1 runs out of memory, wherever that may be: all fail at once, and the next batch is exact."""
+    x, y = (share_of(t, rank, world) for t in batch())
+    told: dict[str, Any] = {}
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("out of memory")
+
+    def in_forward(_module: Any, _args: Any, out: Tensor) -> None:
+        if rank and torch.is_grad_enabled():
+            fail()
+
+    def in_backward(_module: Any, _args: Any, out: Tensor) -> None:
+        if rank and out.requires_grad:
+            out.register_hook(fail)
+
+    for name, last_norm, hook in [
+        ("forward", True, in_forward),
+        ("backward", True, in_backward),
+        ("backward, one pass", False, in_backward),
+        ("whole batch", True, None),
+    ]:
+        net = build(Classifier, last_norm=last_norm)
+        wrapped, joined = DistributedDataParallel(net), WholeBatch.joined
+        before = state(net)
+        handle = net.body.register_forward_hook(hook) if hook else None
+        if hook is None and rank:
+            WholeBatch.joined = fail
+        try:
+            backward(wrapped, F.cross_entropy, x, y, micro_batch=(50, 6)[rank])  # a single micro-batch on rank 0
+        except (MicroBatchError, RuntimeError) as error:
+            told[name] = str(error)
+        WholeBatch.joined = joined
+        if handle is not None:
+            handle.remove()
+        told[f"{name}: statistics"] = torch.equal(before, state(net))
+        net.zero_grad()
+        backward(wrapped, F.cross_entropy, x, y, micro_batch=4)
+        told[f"{name}: next"] = gradient(net)
+    try:  # heads that are not the same on all ranks
+        shared = build(SharedHead)
+        shared.__class__ = Classifier if rank else SharedHead
+        backward(shared, F.cross_entropy if rank else two_view_loss, x, y, micro_batch=4)
+    except MicroBatchError as error:
+        told["heads"] = str(error)
+    return told
+
+
 def no_means(rank: int, net: nn.Module, bare: nn.Module, y: Tensor) -> list[tuple]:
     """Losses that are no mean over the batch of all ranks, on models with and without a last BN."""
 
@@ -223,7 +272,7 @@ def no_means(rank: int, net: nn.Module, bare: nn.Module, y: Tensor) -> list[tupl
 
 def all_of_two(rank: int, world: int) -> dict[str, Any]:
     """Everything that two ranks do: starting processes is what takes the time."""
-    return {job.__name__: job(rank, world) for job in (exact_gradients, plain_training, failures)}
+    return {job.__name__: job(rank, world) for job in (exact_gradients, plain_training, failures, out_of_memory)}
 
 
 def deserted(rank: int, world: int, folder: str, event: Any) -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.microbatch import backward
-from mimicnorm.microbatch.batches import MicroBatch, collect, join, resampled, side_by_side, split, together
+from mimicnorm.microbatch.batches import MicroBatch, collect, join, join_targets, mix, require_joinable, split
 
 
 @given(n=st.integers(1, 40), micro_batch=st.integers(1, 50))
@@ -21,8 +21,8 @@ def test_split_and_join_are_inverse(n, micro_batch):
     assert 1 <= pieces[-1].size <= micro_batch
     assert [p.first for p in pieces] == list(range(0, n, micro_batch))
     assert all(p.kwargs["flag"] is True and p.args == () for p in pieces)
-    assert torch.equal(join("x", [p.kwargs["x"] for p in pieces], pieces), x)
-    joined = together(pieces)
+    assert torch.equal(join([p.kwargs["x"] for p in pieces], [p.size for p in pieces]), x)
+    joined = join_targets(pieces)
     assert torch.equal(joined["y"][0], y)
     assert joined["y"][1] == 0.5
 
@@ -52,7 +52,7 @@ def test_collect_reads_a_loader_once():
     pieces = collect(reads)
     assert [(p.first, p.size) for p in pieces] == [(0, 2), (2, 3)]
     assert pieces[1].args[1] == 1
-    assert together(pieces).tolist() == [0, 0, 1, 1, 1]
+    assert join_targets(pieces).tolist() == [0, 0, 1, 1, 1]
     assert str(pieces[1]) == "micro-batch 1 (samples 2 to 4)"
 
 
@@ -92,7 +92,7 @@ def test_numpy_arrays_are_cut_and_joined():
     x, y = torch.zeros(5, 2), np.arange(5.0)
     pieces = split((x, y), {"y": y}, 2)
     assert [p.args[1].tolist() for p in pieces] == [[0, 1], [2, 3], [4]]
-    assert together(pieces)["y"].tolist() == y.tolist()
+    assert join_targets(pieces)["y"].tolist() == y.tolist()
     with pytest.raises(MicroBatchError, match=r"5 samples.*\(4,\)"):
         split(x, y[:4], 2)
 
@@ -130,7 +130,7 @@ def test_lists_of_one_item_per_sample(items):
     with pytest.raises(MicroBatchError, match=r"list of 5 items \(.*let a loader yield the micro-batches|not clear"):
         split((x, items), None, 2)
     with pytest.raises(MicroBatchError, match=r"list of 5 items \(.*look the items up"):
-        together(collect([(x, items)]))
+        join_targets(collect([(x, items)]))
 
 
 def test_lists_that_belong_to_all_samples():
@@ -157,58 +157,61 @@ def test_items_of_any_kind_for_each_sample_have_their_ways(looked_up):
     torch.testing.assert_close(net.weight.grad, expected)
 
 
-def test_targets_beside_a_loader():
+def test_a_missing_micro_batch():
     x, y = torch.zeros(2, 3), torch.zeros(2, dtype=torch.long)
-    with pytest.raises(MicroBatchError, match="targets beside a loader"):
-        backward(torch.nn.Linear(3, 2), torch.nn.functional.cross_entropy, [(x, y)], y)
+    for inputs in (x, [(x, y)]):
+        with pytest.raises(MicroBatchError, match=r"micro_batch= is missing.*micro_batch=8\)"):
+            backward(torch.nn.Linear(3, 2), torch.nn.functional.cross_entropy, inputs, y)
 
 
 def test_together_refuses_what_cannot_be_joined():
     x = torch.zeros(2, 3)
     with pytest.raises(MicroBatchError, match="one value per sample"):
-        together(collect([(x, (x, 0.3)), (x, (x, 0.4))]))
+        join_targets(collect([(x, (x, 0.3)), (x, (x, 0.4))]))
     with pytest.raises(MicroBatchError, match="the targets must have the same structure"):
-        together(collect([(x, x), (x, (x, x))]))
+        join_targets(collect([(x, x), (x, (x, x))]))
 
 
-def test_join_checks_the_samples():
-    pieces = [MicroBatch(i, 2 * i, 2, (), {}, None) for i in range(2)]
-    for parts, message in [
-        ([torch.zeros(2, 3), torch.zeros(3, 3)], r"aux has shape \(3, 3\) for micro-batch 1"),
-        ([torch.tensor(1.0)] * 2, "first dimension must count"),
-        ([torch.zeros(2, 3), torch.zeros(2, 4)], "different shape in some micro-batches"),
-    ]:
-        with pytest.raises(MicroBatchError, match=message):
-            join("aux", parts, pieces)
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (torch.zeros(3, 3), r"aux has shape \(3, 3\) for micro-batch 1"),
+        (torch.tensor(1.0), "first dimension must count"),
+        (torch.zeros(2, 4), "different shape in some micro-batches"),
+        (None, "a Tensor in the first micro-batch and a NoneType in micro-batch 1"),
+    ],
+)
+def test_outputs_have_to_count_the_samples(part, message):
+    with pytest.raises(MicroBatchError, match=message):
+        require_joinable("aux", part, MicroBatch(1, 2, 2, (), {}, None), torch.zeros(2, 3))
 
 
 def test_a_pair_that_all_micro_batches_share_may_be_as_long_as_one_of_them():
     x, y = torch.randn(6, 3), torch.arange(6)
     pieces = collect([(x[:4], {"y": y[:4], "size": (8, 8)}), (x[4:], {"y": y[4:], "size": (8, 8)})])
-    assert together(pieces)["size"] == (8, 8)
+    assert join_targets(pieces)["size"] == (8, 8)
     with pytest.raises(MicroBatchError, match="a list of 2 values for 2 samples"):
-        together(collect([(x[:2], (8, 8)), (x[2:4], (8, 8))]))
+        join_targets(collect([(x[:2], (8, 8)), (x[2:4], (8, 8))]))
 
 
 @pytest.mark.parametrize(("size", "wanted"), [(1, 3), (2, 1), (4, 7)])
-def test_resampled_outputs_differ_and_stay_where_samples_may_be(size, wanted):
+def test_mixed_outputs_differ_and_stay_where_samples_may_be(size, wanted):
     whole = torch.tensor(3.0)
     outputs = {"p": torch.rand(size, 5).softmax(1), "i": torch.arange(size), "boxes": [{"n": i} for i in range(size)]}
-    made = resampled({**outputs, "whole": whole}, size, wanted)
+    made = mix({**outputs, "whole": whole}, size, wanted)
     assert made["p"].shape == (wanted, 5)
-    assert made["p"].requires_grad
     assert bool(((made["p"] > 0) & (made["p"] < 1)).all())
     assert len(set(made["p"][:, 0].tolist())) == wanted
     assert len(made["i"]) == len(made["boxes"]) == wanted
     assert made["whole"] is whole
-    assert torch.equal(resampled(outputs, size, wanted)["p"], made["p"]), "always the same"
+    assert torch.equal(mix(outputs, size, wanted)["p"], made["p"]), "always the same"
 
 
-def test_side_by_side():
-    joined = side_by_side([{"x": torch.zeros(2, 1), "l": ["a", "b"]}, {"l": ["c"], "x": torch.ones(1, 1)}], [2, 1])
+def test_join_of_any_structure():
+    joined = join([{"x": torch.zeros(2, 1), "l": ["a", "b"]}, {"l": ["c"], "x": torch.ones(1, 1)}], [2, 1])
     assert joined["x"].flatten().tolist() == [0, 0, 1]
     assert joined["l"] == ["a", "b", "c"]
     weight = torch.ones(5)  # belongs to all samples
-    assert side_by_side([(weight, 0.3), (weight.clone(), 0.3)], [2, 1])[0] is weight
+    assert join([(weight, 0.3), (weight.clone(), 0.3)], [2, 1])[0] is weight
     with pytest.raises(MicroBatchError, match="different shapes"):
-        side_by_side([torch.zeros(2, 1), torch.zeros(1, 2)], [2, 1])
+        join([torch.zeros(2, 1), torch.zeros(1, 2)], [2, 1])

@@ -8,7 +8,7 @@ from torch import nn
 
 from mimicnorm.layers import LastNorm
 from mimicnorm.microbatch.batches import MicroBatch
-from mimicnorm.microbatch.heads import Capture, Replay, WholeBatch, standing_in
+from mimicnorm.microbatch.heads import Call, Capture, Replay, WholeBatch, standing_in
 
 
 def test_capture_knows_an_output_only_while_nobody_writes_into_it():
@@ -22,7 +22,7 @@ def test_capture_knows_an_output_only_while_nobody_writes_into_it():
     kept = first.clone()
     first.mul_(2)
     assert capture.source(first) is None
-    assert torch.equal(capture.logits["1", 0], kept)
+    assert torch.equal(capture.logits[Call("1", 0)], kept)
 
 
 def test_stand_ins_are_gone_after_an_error():
@@ -37,6 +37,8 @@ def test_whole_batch_normalises_every_layout_as_one(dim, shapes):
     norm = LastNorm(3, dim=dim)
     parts = [torch.randn(s) + 2 for s in shapes]
     whole = WholeBatch(norm, parts)
+    assert norm.num_batches_tracked == 0
+    whole.normalise()
     pieces = whole.pieces(whole.normed)
     assert [tuple(p.shape) for p in pieces] == shapes
     rows = torch.cat([p.movedim(dim, -1).reshape(-1, 3) for p in pieces])
@@ -48,9 +50,9 @@ def test_whole_batch_normalises_every_layout_as_one(dim, shapes):
 def test_replay_gives_the_known_value_and_the_known_gradient():
     z = torch.randn(2, 3, requires_grad=True)
     value, grad = torch.randn(2, 3), torch.randn(2, 3)
-    piece, key = MicroBatch(0, 0, 2, (), {}, None), ("fc", 0)
+    piece, key = MicroBatch(0, 0, 2, (), {}, None), Call("fc", 0)
     replay = Replay(piece, {key: z.detach() * 2}, {key: value}, {key: grad})
-    out = replay("fc", 0, z)
+    out = replay(key, z)
     assert torch.equal(out, value)
     (5 * out).sum().backward()
     assert torch.equal(z.grad, grad)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 
 import pytest
 import rank_jobs
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from whole_and_parts import Classifier, batch, gradient, state
 
 from mimicnorm.layers.last_norm import world_size
@@ -76,7 +74,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(found_by_two):
     for name in ("loss", "loss, one pass"):
         assert broken[name] == "boom"
         assert "1 of 2 ranks failed" in healthy[name]
-    assert "class weights" in healthy["weights"]
+    assert "Class weights" in broken["weights"]
     for name in ("contrastive", "contrastive, one pass", "weights of ranks", "weights of ranks, one pass"):
         assert "loss_fn is not a mean over samples" in broken[name]
         assert "several ranks" in broken[name]
@@ -91,6 +89,19 @@ def test_a_failure_on_one_rank_is_raised_on_all(found_by_two):
     assert "single value per class" in broken["lone"]
     assert all(healthy["gradients"])
     assert all(broken["gradients"])
+
+
+def test_a_rank_that_runs_out_of_memory_makes_all_fail_at_once(found_by_two):
+    healthy, broken = found_by_two["out_of_memory"]
+    for name in ("forward", "backward", "backward, one pass", "whole batch"):
+        assert broken[name] == "out of memory"
+        assert "1 of 2 ranks failed" in healthy[name]
+        right = whole_batch("no last norm" if "one pass" in name else "classifier")[0]
+        for rank in (healthy, broken):
+            assert rank[f"{name}: statistics"]
+            assert float((rank[f"{name}: next"] - right).norm() / right.norm()) <= 1e-12, name
+    assert "the ranks call different heads" in healthy["heads"]
+    assert "the ranks call different heads" in broken["heads"]
 
 
 def test_a_rank_that_dies_makes_the_others_fail(tmp_path: Path):
@@ -113,7 +124,9 @@ def test_one_process_needs_no_communication():
     assert world_size() == 1
     net = Classifier()
     assert ranks.bare(net) is net
-    assert ranks.agree(3.0, None, None) == 3.0
-    with pytest.raises(KeyError), ranks.unsynchronised(net):
-        ranks.agree(3.0, KeyError("kept"), None)
-    assert not isinstance(copy.deepcopy(net), DistributedDataParallel)
+    with ranks.all_or_none(None, amounts=1) as amounts:
+        amounts[0] = 3.0
+    assert amounts == [3.0]
+    with pytest.raises(KeyError), ranks.all_or_none(None):
+        raise KeyError("raised here")
+    ranks.synchronise_gradients(net)

@@ -1,41 +1,44 @@
-"""Stand in for the LastNorms of a model while micro-batches run: note their logits, hand out what they would give."""
+"""Stand in for the LastNorms of a model while micro-batches run, and normalise the logits of the whole batch."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers import LastNorm
+from mimicnorm.layers.regression_loss import regression_on, warn_of_regression
 from mimicnorm.microbatch.batches import MicroBatch
 
-Call = tuple[str, int]
-"""A head's name and which of its calls in one forward pass."""
+
+class Call(NamedTuple):
+    """One call of a head in a forward pass."""
+
+    head: str
+    number: int
 
 
-class StandIn:
+class _Intercept:
     """What a LastNorm calls instead of normalising. One class for all passes, so compiled code stays valid."""
 
-    def __init__(self, name: str, behaviour: Any):
-        self.name = name
-        self.behaviour = behaviour
+    def __init__(self, name: str, stand_in: Callable[[Call, Tensor], Tensor]):
+        self.name, self.stand_in = name, stand_in
         self.calls = 0
 
     def __call__(self, logits: Tensor) -> Tensor:
-        """Count the call and pass it on."""
         self.calls += 1
-        return self.behaviour(self.name, self.calls - 1, logits)
+        return self.stand_in(Call(self.name, self.calls - 1), logits)
 
 
 @contextlib.contextmanager
-def standing_in(heads: dict[str, LastNorm], behaviour: Any) -> Iterator[None]:
-    """Let ``behaviour(name, call, logits)`` answer for every head inside."""
+def standing_in(heads: dict[str, LastNorm], stand_in: Callable[[Call, Tensor], Tensor]) -> Iterator[None]:
+    """Let ``stand_in(call, logits)`` answer for every head inside."""
     for name, norm in heads.items():
-        norm.intercept = StandIn(name, behaviour)
+        norm.intercept = _Intercept(name, stand_in)
     try:
         yield
     finally:
@@ -44,91 +47,109 @@ def standing_in(heads: dict[str, LastNorm], behaviour: Any) -> Iterator[None]:
 
 
 class Capture:
-    """Keeps the raw logits of one micro-batch and returns them as they are."""
+    """Stand-in of the first pass: copies the raw logits of one micro-batch and returns them as they are."""
 
     def __init__(self) -> None:
         self.logits: dict[Call, Tensor] = {}
         self._returned: list[tuple[Tensor, int, Call]] = []
 
-    def __call__(self, name: str, call: int, logits: Tensor) -> Tensor:
-        """Note a copy: what follows the head may write into its output."""
-        self.logits[name, call] = logits.detach().clone()
-        self._returned.append((logits, logits._version, (name, call)))
+    def __call__(self, call: Call, logits: Tensor) -> Tensor:
+        """Copy the logits: what follows the head may write into its output."""
+        self.logits[call] = logits.detach().clone()
+        self._returned.append((logits, logits._version, call))
         return logits
 
     def source(self, output: Any) -> Call | None:
-        """Which call an output of the model is the untouched result of, if any."""
+        """Return the call that made an output of the model, if nothing has changed it since."""
         return next((c for t, version, c in self._returned if t is output and t._version == version), None)
 
 
 class WholeBatch:
-    """One call of one head over all micro-batches: raw logits in, normalised logits out, both in pieces.
+    """One call of one head over all micro-batches.
 
     Attributes:
         raw: All logits, (1, classes, values), a leaf of the graph. The values of a class lie side by side, which is
             how fp32 sums lose least.
-        normed: What the LastNorm makes of them.
+        normed: The normalised logits, after ``normalise``.
     """
 
+    normed: Tensor
+
     def __init__(self, norm: LastNorm, parts: list[Tensor]):
-        self.dim = norm.dim
+        self.norm, self.dim = norm, norm.dim
         self.shapes = [p.movedim(self.dim, -1).shape for p in parts]
         self.raw = self.joined(parts).requires_grad_()
+
+    def normalise(self) -> None:
+        """Run the LastNorm, which communicates with the other ranks."""
         # Not a call: hooks on the LastNorm run when the model calls it, once.
-        self.normed = norm.forward(self.raw.movedim(1, self.dim)).movedim(self.dim, 1)
+        with torch.enable_grad():
+            self.normed = self.norm.forward(self.raw.movedim(1, self.dim)).movedim(self.dim, 1)
+
+    def gradient(self, parts: list[Tensor]) -> list[Tensor]:
+        """Go from dL/dnormed to dL/draw, for each micro-batch; this communicates, too."""
+        (grad,) = torch.autograd.grad(self.normed, self.raw, self.joined(parts))
+        return self.pieces(grad)
 
     def joined(self, parts: list[Tensor]) -> Tensor:
-        """Pieces as the micro-batches had them, in the shape of ``raw``."""
+        """Join what the micro-batches have, in the shape of ``raw``."""
         rows = torch.cat([p.movedim(self.dim, -1).flatten(0, -2) for p in parts])
         return rows.T.contiguous()[None]
 
     def pieces(self, values: Tensor) -> list[Tensor]:
-        """Values of all classes, shaped like ``raw``, as the micro-batches had them."""
-        parts = values[0].T.split([s[:-1].numel() for s in self.shapes])
+        """Cut values of the shape of ``raw`` into those of each micro-batch."""
+        parts = values.detach()[0].T.split([s[:-1].numel() for s in self.shapes])
         return [p.reshape(s).movedim(-1, self.dim) for p, s in zip(parts, self.shapes, strict=True)]
 
 
 class Feed:
-    """Gives each head of one micro-batch its normalised logits, still attached to the whole batch's graph."""
+    """Stand-in of the pass for outputs: gives each head of one micro-batch its normalised logits."""
 
     def __init__(self, normed: dict[Call, Tensor]):
         self.normed = normed
 
-    def __call__(self, name: str, call: int, logits: Tensor) -> Tensor:
+    def __call__(self, call: Call, logits: Tensor) -> Tensor:
         """Return a copy, which the model may write into."""
         if logits.requires_grad:  # all parameters are frozen in this pass: only another head's output can be it
             raise MicroBatchError(
-                f"{name}: the logits of this head depend on the normalised output of another LastNorm, so two "
+                f"{call.head}: the logits of this head depend on the normalised output of another LastNorm, so two "
                 "passes are not enough. Convert with last_norm=False, or with head= naming one of them"
             )
-        return self.normed[name, call].clone()
+        return self.normed[call].clone()
 
 
 class Replay:
-    """Gives the normalised logits forward and the known gradient backward; watches that nothing has changed."""
+    """Stand-in of the graph pass: gives the known values forward and the known gradient backward.
+
+    It also records how much anything differs from the first time.
+
+    Args:
+        piece: The micro-batch.
+        raw: Its logits in the first pass.
+        normed: Its normalised logits.
+        grads: dL/dlogits.
+    """
 
     def __init__(
         self, piece: MicroBatch, raw: dict[Call, Tensor], normed: dict[Call, Tensor], grads: dict[Call, Tensor]
     ):
-        self.piece = piece
-        self.raw, self.normed, self.grads = raw, normed, grads
+        self.piece, self.raw, self.normed, self.grads = piece, raw, normed, grads
         self.deviations: dict[str, tuple[Tensor, float]] = {}
 
-    def __call__(self, name: str, call: int, logits: Tensor) -> Tensor:
-        """Stand in for the LastNorm in the pass with a graph."""
-        key = (name, call)
-        if key not in self.raw:  # activation checkpointing runs the head again, during the backward pass
-            if (name, 1) in self.raw:
+    def __call__(self, call: Call, logits: Tensor) -> Tensor:
+        """Stand in for the LastNorm."""
+        if call not in self.raw:  # activation checkpointing runs the head again, during the backward pass
+            if Call(call.head, 1) in self.raw:
                 raise MicroBatchError(
-                    f"{name}: this head is called several times in one forward and recomputed by activation "
-                    "checkpointing, so its calls cannot be told apart. Leave the head out of the checkpoint"
+                    f"{call.head}: this head is called several times in one forward and recomputed by activation "
+                    "checkpointing, so it is not clear which call is recomputed. Leave the head out of the checkpoint"
                 )
-            key = (name, 0)
-        self.compare(f"{name}: the logits", logits.detach(), self.raw[key])
-        return _KnownGradient.apply(logits, self.normed[key], self.grads.get(key))
+            call = Call(call.head, 0)
+        self.compare(f"{call.head}: the logits", logits.detach(), self.raw[call])
+        return _KnownGradient.apply(logits, self.normed[call], self.grads[call])
 
     def compare(self, what: str, now: Tensor, then: Tensor) -> None:
-        """Note how far something is from what it was the first time."""
+        """Record how far something is from what it was the first time."""
         if now.shape != then.shape or now.dtype != then.dtype:
             raise _differs(what, self.piece, f"in shape or type ({tuple(then.shape)}, now {tuple(now.shape)})")
         if not then.numel():
@@ -136,7 +157,7 @@ class Replay:
         off = (now - then).abs().masked_fill((now == then) | (now.isnan() & then.isnan()), 0)  # masks may be -inf
         size = then.abs().nan_to_num(0, 0, 0).amax().clamp_min(torch.finfo(then.dtype).tiny)
         # The same kernels on the same shapes: only atomic sums and compiled fusions differ, by rounding.
-        self.deviations[what] = (off.amax() / size).double(), torch.finfo(then.dtype).eps ** 0.5
+        self.deviations[what] = (off.amax() / size).float(), torch.finfo(then.dtype).eps ** 0.5
 
 
 def require_same(replays: list[Replay]) -> None:
@@ -144,7 +165,8 @@ def require_same(replays: list[Replay]) -> None:
     flat = [(r.piece, what, off, allowed) for r in replays for what, (off, allowed) in r.deviations.items()]
     if not flat:
         return
-    for (piece, what, _, allowed), off in zip(flat, torch.stack([d for _, _, d, _ in flat]).tolist(), strict=True):
+    measured = torch.stack([off.to(flat[0][2].device) for _, _, off, _ in flat]).tolist()  # one synchronisation
+    for (piece, what, _, allowed), off in zip(flat, measured, strict=True):
         if not off <= allowed:
             raise _differs(what, piece, f"by {off:.2g} (relative)")
 
@@ -157,19 +179,11 @@ def _differs(what: str, piece: MicroBatch, how: str) -> MicroBatchError:
     )
 
 
-def is_inexact(t: Tensor) -> bool:
-    """Whether a tensor can have a gradient."""
-    return t.is_floating_point() or t.is_complex()
-
-
 class _KnownGradient(torch.autograd.Function):
-    """Values and gradient of the LastNorm, both computed before.
-
-    The output stays attached to the logits, so that DistributedDataParallel finds every parameter in use.
-    """
+    """Values and gradient of the LastNorm, both computed before."""
 
     @staticmethod
-    def forward(ctx: Any, _logits: Tensor, value: Tensor, grad: Tensor | None) -> Tensor:
+    def forward(ctx: Any, _logits: Tensor, value: Tensor, grad: Tensor) -> Tensor:
         ctx.grad = grad
         return value.clone()
 
@@ -177,3 +191,23 @@ class _KnownGradient(torch.autograd.Function):
     def backward(ctx: Any, *_grads: Tensor) -> Any:
         # What arrives from the rest of the model is part of the whole batch's answer already.
         return ctx.grad, None, None
+
+
+def warn_if_regression(heads: dict[str, LastNorm], normed: dict[Call, list[Tensor]], loss: Tensor) -> None:
+    """Warn, once per LastNorm, if a regression loss is computed from its outputs.
+
+    Args:
+        heads: The LastNorms by name.
+        normed: Leaves of the loss's graph: normalised logits.
+        loss: The loss.
+    """
+    for call, parts in normed.items():
+        watched = heads[call.head]._accumulation
+        if watched.loss_was_seen:
+            continue
+        outputs = {id(t) for t in parts}
+        kind = regression_on(loss.grad_fn, lambda node, ids=outputs: id(getattr(node, "variable", None)) in ids)
+        if kind:
+            warn_of_regression(kind, call.head)
+    for call in normed:
+        heads[call.head]._accumulation.loss_was_seen = True

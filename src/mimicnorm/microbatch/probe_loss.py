@@ -2,36 +2,35 @@
 
 Only a mean (or a sum, with a ``denominator``) may be computed one micro-batch at a time. A loss that compares samples
 with each other, or divides by a weight that differs between micro-batches, gives something else together than apart:
-in its value or in its gradient at the outputs. The targets are the actual ones. Outputs that are not there yet are
-stood in for by mixtures of samples that are, and compared once more when they are there. Nothing of this leaves a
-trace: random generators, and the buffers and attributes of the modules that a loss calls, are put back.
+in its value or in its gradient at the outputs. The targets are the actual ones. Where outputs are not computed yet,
+mixtures of the first micro-batch's samples are used. Nothing of this leaves a trace: random generators, and the buffers
+and attributes of the modules that a loss calls, are put back.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from mimicnorm.errors import MicroBatchError, NonFiniteError
 from mimicnorm.layers import LastNorm
 from mimicnorm.layers.last_norm import refused
-from mimicnorm.microbatch.batches import MicroBatch, resampled, side_by_side, to_device
-from mimicnorm.microbatch.guards import BufferGuard
-from mimicnorm.microbatch.heads import is_inexact, standing_in
-from mimicnorm.microbatch.journal import Journal, modules_in
-from mimicnorm.microbatch.known_losses import Verdict, unwrapped
-from mimicnorm.microbatch.replay import full_precision
-from mimicnorm.microbatch.run import Run, require_one_number
+from mimicnorm.microbatch.batches import MicroBatch, counts_samples, join, mix, to_device
+from mimicnorm.microbatch.guards import is_inexact
+from mimicnorm.microbatch.heads import Call, standing_in
+from mimicnorm.microbatch.replay import RandomState, full_precision
+from mimicnorm.microbatch.snapshot import Snapshot
+from mimicnorm.microbatch.trees import leaves, map_leaves
 
 ROUNDING = 2 / 3
-"""What may differ: the machine precision to this power (2.4e-5 in fp32, 3.7e-11 in fp64)."""
+"""How much may differ: the machine precision to this power (2.4e-5 in fp32, 3.7e-11 in fp64)."""
+
+IN_PARTS = "this LastNorm is inside loss_fn, where it would see one micro-batch at a time"
 
 
 class CannotTellError(Exception):
@@ -40,7 +39,7 @@ class CannotTellError(Exception):
 
 @dataclass
 class _Samples:
-    """Outputs and targets; ``leaves`` are the tensors of the outputs at which gradients are compared."""
+    """Outputs and targets to call a loss with; gradients are compared at ``leaves``, tensors of the outputs."""
 
     outputs: Any
     targets: Any
@@ -48,198 +47,171 @@ class _Samples:
     name: str
     leaves: list[Tensor]
 
-    def copies(self) -> tuple[Any, Any]:
-        """What a loss may write into."""
-        return pytree.tree_map_only(Tensor, Tensor.clone, (self.outputs, self.targets))
-
-
-@dataclass
-class _Result:
-    loss: Tensor
-    grads: dict[Tensor, Tensor]
-
 
 class LossProbe:
-    """Compares micro-batches with the first.
+    """Compares micro-batches with the first one.
 
     Args:
-        run: The micro-batches.
         loss_fn: The user's loss.
         as_sum: Whether it has to be a sum over samples, else a mean.
-        foreign: Targets of another rank, and their number of samples.
+        modules: The modules that it can call, without those of the model.
+        random_state: Returns the present state of all random generators.
+        device: Where the outputs are.
 
     Attributes:
-        stateful: Names of modules whose state a call of the loss changes.
+        stateful: Classes of the modules whose state a call of the loss changes.
     """
 
-    def __init__(self, run: Run, loss_fn: Callable, as_sum: bool, foreign: tuple[Any, int] | None = None):
-        self.run, self.loss_fn, self.as_sum, self.foreign = run, loss_fn, as_sum, foreign
-        loss = unwrapped(loss_fn)[0]
-        owner = loss if isinstance(loss, nn.Module) else getattr(loss, "__self__", None)
-        self._owner = owner if isinstance(owner, nn.Module) else nn.Module()
-        self._norms = {str(i): m for i, m in enumerate(self._owner.modules()) if isinstance(m, LastNorm)}
-        self._modules = modules_in(loss_fn)
-        self._random = run.random_state()
+    def __init__(
+        self,
+        loss_fn: Callable,
+        as_sum: bool,
+        modules: list[nn.Module],
+        random_state: Callable[[], RandomState],
+        device: torch.device | None,
+    ):
+        self.loss_fn, self.as_sum, self.modules, self.device = loss_fn, as_sum, modules, device
+        self._norms = {str(i): m for i, m in enumerate(modules) if isinstance(m, LastNorm)}
+        self._random_state, self._random = random_state, random_state()
         self.stateful: set[str] = set()
-        self._first: _Samples | None = None
-        self._of_first: _Result | None = None
+        self._first: tuple[_Samples, Tensor, list[Tensor]] | None = None
 
     def begin(self, outputs: Any, piece: MicroBatch) -> None:
-        """Take the outputs of the first micro-batch; whatever its loss raises is raised."""
-        self._first = self._samples(outputs, piece)
-        self._of_first = self._evaluate(self._first)
-        _require_finite(self._of_first, self._first)
+        """Take the first micro-batch; whatever its loss raises is raised."""
+        first = self._samples(outputs, piece.targets, piece.size, str(piece))
+        self._first = first, *self._evaluate(first)
+        if not bool(self._first[1].isfinite()):
+            raise NonFiniteError(f"the loss is {self._first[1].item()} for {piece}")
 
-    def compare(self, outputs: Any, piece: MicroBatch, power: float = ROUNDING) -> Verdict:
-        """Compare the first micro-batch with another; ``power`` of the machine precision may differ."""
-        other = self._samples(outputs, piece)
-        return self._compare(other, other, power)
+    def compare(self, piece: MicroBatch, outputs: Any, power: float) -> str:
+        """Compare the first micro-batch with another one; return what differs, or nothing.
 
-    def compare_all(self) -> Verdict:
-        """Compare the first micro-batch with all others before their outputs are there."""
+        Args:
+            piece: The other one.
+            outputs: Its outputs.
+            power: The machine precision to this power may differ.
+        """
+        actual = self._samples(outputs, piece.targets, piece.size, str(piece))
+        return self._compare(actual, actual, power)
+
+    def compare_targets(self, targets: Any, size: int, name: str) -> str:
+        """Compare the first micro-batch with mixtures of its samples that have other targets."""
         assert self._first is not None
-        outputs, size = self._first.outputs, self._first.size
-        if size == 1 and len(self.run.pieces) > 1:  # of a single sample, there is no mixture
-            second = self.run.pieces[1]
-            with contextlib.suppress(MicroBatchError, RuntimeError), torch.no_grad():  # other shapes than the first
-                outputs = side_by_side([outputs, tried(self.run, second)], [1, second.size])
-                size += second.size
-        for piece in self.run.pieces[1:]:
-            verdict = self._compare(self._mixed(outputs, size, piece.targets, piece.size, str(piece)))
-            if not verdict.in_pieces:
-                return verdict
-        return self.compare_foreign()
+        return self._compare(self._mixed(self._first[0], targets, size, name), self._first[0], ROUNDING)
 
-    def compare_foreign(self) -> Verdict:
-        """Compare the first micro-batch with that of another rank."""
-        if self.foreign is None:
-            return Verdict(True)
+    def _compare(self, other: _Samples, actual: _Samples, power: float) -> str:
+        """Compare the first micro-batch with another one or, if they cannot be joined, ``actual`` with itself."""
         assert self._first is not None
-        name = "the first micro-batch of rank 0"
-        return self._compare(self._mixed(self._first.outputs, self._first.size, *self.foreign, name))
-
-    def _compare(self, other: _Samples, actual: _Samples | None = None, power: float = ROUNDING) -> Verdict:
-        """Compare; ``actual`` is the other micro-batch if its outputs are its own, not mixtures of the first's."""
-        assert self._first is not None
-        assert self._of_first is not None
-        one, of_one, both = self._first, self._of_first, _both(self._first, other)
+        one, loss_of_one, grads_of_one = self._first
         try:
-            if both is None:  # no whole batch can be made of them: compare the samples of one by themselves
-                one = actual or self._first
-                of_one = self._evaluate(one)
-                other = self._mixed(one.outputs, one.size, one.targets, one.size, "mixtures of its samples")
+            both = _both(one, other)
+            if both is None:
+                one = actual
+                loss_of_one, grads_of_one = self._evaluate(one)
+                other = self._mixed(one, one.targets, one.size, "mixtures of its samples")
                 both = _both(one, other)
                 assert both is not None
-            of_other, of_both = self._evaluate(other), self._evaluate(both)
+            loss_of_other, grads_of_other = self._evaluate(other)
+            together, grads = self._evaluate(both)
         except Exception as error:
             raise CannotTellError(f"it raised {type(error).__name__} for {other.name} ({error})") from error
-        if actual is not None:
-            _require_finite(of_other if other is actual else of_one, actual)
         shares = [1.0, 1.0] if self.as_sum else [one.size / both.size, other.size / both.size]
-        why = _difference(list(zip((of_one, of_other), shares, strict=True)), of_both, power)
-        if why and not torch.equal(self._evaluate(one).loss, self._evaluate(one, calls=2).loss):
+        apart = [share * g for share, part in zip(shares, (grads_of_one, grads_of_other), strict=True) for g in part]
+        why = _loss_differs(together, [loss_of_one, loss_of_other], shares, both.leaves, grads, power)
+        why = why or _gradient_differs(grads, apart, together, power)
+        if why and not torch.equal(self._evaluate(one)[0], self._evaluate(one, calls=2)[0]):
             raise CannotTellError("it draws random numbers or keeps a state")
-        return Verdict(not why, f"{both.name}, {why}" if why else "")
+        return f"{both.name}, {why}" if why else ""
 
-    def _evaluate(self, samples: _Samples, calls: int = 1) -> _Result:
-        """The loss and its gradient at the outputs, always from the same random state."""
-        now, journal = self.run.random_state(), Journal()
-        journal.note(self._modules, self.run.inner)
-        for module in self._owner.modules():  # it would wait for the other ranks
+    def _evaluate(self, samples: _Samples, calls: int = 1) -> tuple[Tensor, list[Tensor]]:
+        """Return the loss and its gradient at the outputs, always from the same random state."""
+        now, snapshot = self._random_state(), Snapshot(self.modules)
+        for module in self.modules:  # it would wait for the other ranks
             module.training = module.training and not isinstance(module, nn.SyncBatchNorm)
-        # A LastNorm that the loss owns sees the batch of all ranks: what is left to compare is what follows it.
-        part = "this LastNorm is inside loss_fn, where it would see one micro-batch at a time"
         try:
             self._random.restore()
-            with torch.enable_grad(), refused(part), standing_in(self._norms, _unchanged):
-                for _ in range(calls - 1):
-                    self.loss_fn(*samples.copies())
-                loss = self.loss_fn(*samples.copies())
+            # A LastNorm of the loss sees the batch of all ranks: what is left to compare is what follows it.
+            with torch.enable_grad(), refused(IN_PARTS), standing_in(self._norms, _unchanged):
+                losses = [self.loss_fn(*map_leaves(_copy, (samples.outputs, samples.targets))) for _ in range(calls)]
+            loss = losses[-1]
             require_one_number(loss, samples.name)
             if not loss.requires_grad or not samples.leaves:
-                return _Result(loss.detach(), {})
-            with full_precision(self.run.device):
-                grads = torch.autograd.grad(loss, samples.leaves, allow_unused=True)
+                return loss.detach(), [torch.zeros_like(t) for t in samples.leaves]
+            with full_precision(self.device):
+                grads = torch.autograd.grad(loss, samples.leaves, materialize_grads=True)
+            return loss.detach(), list(grads)
         finally:
-            self.stateful.update(journal.put_back())
+            self.stateful.update(snapshot.restore())
             now.restore()
-        return _Result(loss.detach(), {t: g for t, g in zip(samples.leaves, grads, strict=True) if g is not None})
 
-    def _samples(self, outputs: Any, piece: MicroBatch) -> _Samples:
-        def leaf(t: Tensor) -> Tensor:
-            return t.detach().clone().requires_grad_(is_inexact(t))
+    def _samples(self, outputs: Any, targets: Any, size: int, name: str) -> _Samples:
+        def leaf(t: Any) -> Any:
+            return t.detach().clone().requires_grad_(is_inexact(t)) if isinstance(t, Tensor) else t
 
-        outputs = pytree.tree_map_only(Tensor, leaf, outputs)
-        return _Samples(outputs, to_device(piece.targets, self.run.device), piece.size, str(piece), _leaves(outputs))
+        outputs = map_leaves(leaf, outputs)
+        at = [t for t in leaves(outputs) if counts_samples(t, Tensor) and t.requires_grad]
+        return _Samples(outputs, to_device(targets, self.device), size, name, at)
 
-    def _mixed(self, outputs: Any, size: int, targets: Any, wanted: int, name: str) -> _Samples:
-        outputs = resampled(outputs, size, wanted)
-        return _Samples(outputs, to_device(targets, self.run.device), wanted, name, _leaves(outputs))
-
-
-def tried(run: Run, piece: MicroBatch) -> Any:
-    """The model's output for a micro-batch, without a graph and without a trace."""
-    now, guard = run.random_state(), BufferGuard(run.inner)
-    args, kwargs = pytree.tree_map_only(Tensor, Tensor.clone, (piece.args, piece.kwargs))  # it may write into them
-    with torch.no_grad():
-        outputs = run.output_of(run.inner, replace(piece, args=args, kwargs=kwargs))
-    guard.require_unchanged(piece)
-    torch.clear_autocast_cache()  # weights that were cast without a graph must not serve a pass with one
-    now.restore()
-    return outputs
+    def _mixed(self, like: _Samples, targets: Any, size: int, name: str) -> _Samples:
+        return self._samples(mix(like.outputs, like.size, size), targets, size, name)
 
 
-def _unchanged(_name: str, _call: int, logits: Tensor) -> Tensor:
+def require_one_number(loss: Any, where: str) -> None:
+    """Raise for a loss that is not one number."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        got = tuple(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+        raise MicroBatchError(
+            f"loss_fn must return one number, a mean over samples (or a sum, with denominator=); got {got} for {where}"
+        )
+
+
+def _copy(t: Any) -> Any:
+    return t.clone() if isinstance(t, Tensor) else t  # a loss may write into its arguments
+
+
+def _unchanged(_call: Call, logits: Tensor) -> Tensor:
     return logits
 
 
-def _leaves(outputs: Any) -> list[Tensor]:
-    return [t for t in pytree.tree_leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
-
-
-def _require_finite(result: _Result, samples: _Samples) -> None:
-    if not bool(result.loss.isfinite()):
-        raise NonFiniteError(f"the loss is {result.loss.item()} for {samples.name}")
-
-
 def _both(one: _Samples, other: _Samples) -> _Samples | None:
-    """Two micro-batches as one, or None if they have no whole: other shapes, other values for all samples."""
+    """Join two micro-batches, or return None if they cannot be: other shapes, other values for all samples."""
     sizes = [one.size, other.size]
     try:
         with torch.enable_grad():
-            outputs = side_by_side([one.outputs, other.outputs], sizes)
-        targets = side_by_side([one.targets, other.targets], sizes)
+            outputs = join([one.outputs, other.outputs], sizes)
+        targets = join([one.targets, other.targets], sizes)
     except (MicroBatchError, RuntimeError, TypeError, ValueError):
         return None
-    leaves = list({id(t): t for t in one.leaves + other.leaves}.values())
-    return _Samples(outputs, targets, sum(sizes), f"{one.name} and {other.name} together", leaves)
+    name = f"{one.name} and {other.name} together"
+    return _Samples(outputs, targets, sum(sizes), name, one.leaves + other.leaves)
 
 
-def _difference(parts: list[tuple[_Result, float]], both: _Result, power: float) -> str:
-    """How the loss together differs from that of the parts, each with its share, or nothing."""
-    losses = [float(part.loss) for part, _ in parts]
-    together, apart = float(both.loss), sum(share * loss for (_, share), loss in zip(parts, losses, strict=True))
-    if not math.isfinite(together + apart):
-        raise CannotTellError(f"it is {together:.6g} for two micro-batches together and {apart:.6g} apart")
-    # Terms may cancel in the value: their size is that of outputs times gradients.
-    terms = sum(float((t.detach() * g).abs().sum()) for t, g in both.grads.items())
-    size = max(abs(together), *map(abs, losses), terms)
-    if abs(together - apart) > _precision(both.loss, power) * size:
-        return f"the loss is {together:.6g}, but {apart:.6g} from each by itself"
-    largest = max((_largest(g) for g in both.grads.values()), default=0.0)
-    for t in {id(t): t for result in (both, *(part for part, _ in parts)) for t in result.grads}.values():
-        got, expected = both.grads.get(t, torch.zeros_like(t)), torch.zeros_like(t)
-        for part, share in parts:
-            expected = expected + share * part.grads[t] if t in part.grads else expected
+def _loss_differs(
+    together: Tensor, parts: list[Tensor], shares: list[float], leaves: list[Tensor], grads: list[Tensor], power: float
+) -> str:
+    # Terms may cancel in the loss: their size is that of outputs times gradients.
+    terms = sum(((t.detach() * g).abs().sum() for t, g in zip(leaves, grads, strict=True)), torch.zeros_like(together))
+    whole, first, second, size = torch.stack([together, *parts, terms.to(together)]).flatten().tolist()
+    apart = shares[0] * first + shares[1] * second
+    if not math.isfinite(whole + apart):
+        raise CannotTellError(f"it is {whole:.6g} for two micro-batches together and {apart:.6g} apart")
+    if abs(whole - apart) <= _precision(together, power) * max(abs(whole), abs(first), abs(second), size):
+        return ""
+    return f"the loss is {whole:.6g}, but {apart:.6g} from each by itself"
+
+
+def _gradient_differs(together: list[Tensor], apart: list[Tensor], loss: Tensor, power: float) -> str:
+    largest = max((_largest(g) for g in together), default=0.0)
+    for got, expected in zip(together, apart, strict=True):
         same = (got == expected) | (got.isnan() & expected.isnan())
         off, scale = _largest((got - expected).masked_fill(same, 0)), max(_largest(got), _largest(expected))
-        if not off <= max(_precision(t, power), _precision(both.loss, power)) * scale + _precision(t, 1) * largest:
+        if not off <= max(_precision(got, power), _precision(loss, power)) * scale + _precision(got, 1) * largest:
             return f"the gradient at the outputs differs by {off / scale:.2g} (relative) from that of each by itself"
     return ""
 
 
 def _largest(t: Tensor) -> float:
-    return float(t.detach().abs().max()) if t.numel() else 0.0
+    return float(t.abs().max()) if t.numel() else 0.0
 
 
 def _precision(t: Tensor, power: float) -> float:

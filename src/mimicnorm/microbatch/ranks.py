@@ -1,33 +1,43 @@
-"""Many processes, one batch: count its samples, agree on failures, synchronise gradients once."""
+"""Several processes, one batch: add amounts up, raise an error on all ranks, synchronise the gradients once."""
 
 from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils import _pytree as pytree
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers.last_norm import world_size
+from mimicnorm.microbatch.trees import map_leaves
+
+UNTOUCHED = "Nothing was added to the gradients here"
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The module inside DistributedDataParallel: a pass without gradients needs none of its synchronisation."""
-    wrapped = _ddp(model)
-    return model if wrapped is None else wrapped.module
+    """Return the module inside DistributedDataParallel, which all micro-batches run: it communicates nothing."""
+    wrapper = _ddp(model)
+    return model if wrapper is None else wrapper.module
 
 
-def unsynchronised(model: nn.Module, hold: bool = True) -> AbstractContextManager:
-    """Hold back the gradient reduction, as for all micro-batches but the last."""
-    wrapped = _ddp(model)
-    return contextlib.nullcontext() if wrapped is None or not hold else wrapped.no_sync()
+def synchronise_gradients(model: nn.Module) -> None:
+    """Let DistributedDataParallel average the gradients that have been added up on each rank.
+
+    DDP does so in a backward pass. Here that is one of zeros, after all ranks have finished their micro-batches: a
+    rank that runs out of memory has said so by then, and the others do not wait for its gradients.
+    """
+    wrapper = _ddp(model)
+    if wrapper is None:
+        return
+    wrapper._pre_forward()
+    sums = wrapper._post_forward([p.sum() for p in wrapper.parameters() if p.requires_grad and p.grad is not None])
+    if sums:
+        torch.autograd.backward(sums, [torch.zeros_like(t) for t in sums])
 
 
 def _ddp(model: nn.Module) -> DistributedDataParallel | None:
@@ -35,46 +45,47 @@ def _ddp(model: nn.Module) -> DistributedDataParallel | None:
     return inner if isinstance(inner, DistributedDataParallel) else None
 
 
-Made = TypeVar("Made")
-UNTOUCHED = "Nothing was added to the gradients here"
-
-
-def agree(amount: float, fault: Exception | None, device: torch.device | None, consequence: str = UNTOUCHED) -> float:
-    """Sum an amount over all ranks; if any rank has a fault, all raise, so that none waits for it.
+def agree(amounts: list[float], fault: Exception | None, device: torch.device | None, consequence: str) -> list[float]:
+    """Sum amounts over all ranks; if any rank has a fault, all ranks raise, so that none waits for it.
 
     Args:
-        amount: This rank's part: its number of samples, or its denominator.
+        amounts: This rank's amounts, as many as on each rank.
         fault: What went wrong here, if anything.
         device: Where the ranks communicate from.
-        consequence: What a healthy rank should know when another failed.
+        consequence: What a healthy rank should know when another one failed.
     """
     if world_size() > 1:
-        whole = torch.tensor([amount, float(fault is not None)], dtype=torch.float64)
-        whole = whole.to(device, torch.float32 if device is not None and device.type == "mps" else torch.float64)
-        dist.all_reduce(whole)
-        amount, faults = whole.tolist()
+        precise = torch.float32 if device is not None and device.type == "mps" else torch.float64
+        total = torch.tensor([*amounts, float(fault is not None)], dtype=precise, device=device)
+        dist.all_reduce(total)
+        *amounts, faults = total.tolist()
         if faults and fault is None:
             raise MicroBatchError(
                 f"{int(faults)} of {world_size()} ranks failed in this batch; their own messages say why. {consequence}"
             )
     if fault is not None:
         raise fault
-    return amount
+    return amounts
 
 
 @contextlib.contextmanager
-def all_or_none(device: torch.device | None, consequence: str = UNTOUCHED) -> Iterator[None]:
-    """What fails inside on one rank is raised on all, at the end."""
+def all_or_none(device: torch.device | None, consequence: str = UNTOUCHED, amounts: int = 0) -> Iterator[list[float]]:
+    """Raise on all ranks, at the end, what fails inside on one of them.
+
+    Yields a list for ``amounts`` numbers to be filled in, which holds their sums over all ranks afterwards. Nothing
+    inside may communicate.
+    """
     fault: Exception | None = None
+    filled = [0.0] * amounts
     try:
-        yield
+        yield filled
     except Exception as error:
         fault = error
-    agree(0.0, fault, device, consequence)
+    filled[:] = agree(filled, fault, device, consequence)
 
 
 def mean_over_ranks(loss: Tensor) -> Tensor:
-    """The whole batch's loss, where each rank's share was multiplied by the number of ranks."""
+    """Return the loss of the whole batch, where each rank's share was multiplied by the number of ranks."""
     if world_size() == 1:
         return loss
     total = loss.clone()
@@ -83,14 +94,13 @@ def mean_over_ranks(loss: Tensor) -> Tensor:
 
 
 def from_first(structure: Any) -> Any:
-    """A structure of rank 0, on all ranks and in host memory."""
+    """Return a structure of rank 0 on all ranks, in host memory."""
     payload: list[Any] = [None]
     if dist.get_rank() == 0:
-        on_host = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu(), structure)
         try:
-            payload = [pickle.dumps(on_host)]
+            payload = [pickle.dumps(map_leaves(lambda t: t.detach().cpu() if isinstance(t, Tensor) else t, structure))]
         except Exception as error:  # before anything is sent: the others would wait
-            payload = [error.__class__.__name__]
+            payload = [type(error).__name__]
     dist.broadcast_object_list(payload, src=0)
     if isinstance(payload[0], str):
         raise MicroBatchError(
@@ -98,22 +108,3 @@ def from_first(structure: Any) -> Any:
             "loss_fn is a mean over samples: give the targets as tensors, arrays and numbers"
         )
     return pickle.loads(payload[0])
-
-
-def meet(act: Callable[[], Made], amount: Callable[[Made], float], device: torch.device | None) -> tuple[Made, float]:
-    """Do something and sum an amount over all ranks; what fails on one rank is raised on all.
-
-    Args:
-        act: What to do.
-        amount: From its result, this rank's part.
-        device: Where the ranks communicate from.
-    """
-    fault: Exception | None = None
-    made: Any = None
-    part = 0.0
-    try:
-        made = act()
-        part = amount(made)
-    except Exception as error:
-        fault = error
-    return made, agree(part, fault, device)

@@ -1,71 +1,106 @@
-"""The structure of outputs and targets: the same in every micro-batch, and every time."""
+"""Structures of tensors (inputs, targets, outputs): their leaves, and whether two structures are the same."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, MutableMapping
+from types import SimpleNamespace
 from typing import Any
 
 from torch.utils import _pytree as pytree
 
 from mimicnorm.errors import MicroBatchError
 
-_LEAF = object()
+
+def children(node: Any) -> dict[Any, Any] | None:
+    """Return the parts of a container by key, or None for a leaf.
+
+    Containers are those that torch's pytree knows (tuple, list, dict, named tuple, types that libraries register),
+    and any other mapping or ``SimpleNamespace``.
+    """
+    if isinstance(node, SimpleNamespace):
+        return dict(vars(node))
+    if isinstance(node, MutableMapping):
+        return dict(node)
+    if pytree.tree_is_leaf(node):
+        return None
+    return dict(enumerate(_one_level(node)[0]))
+
+
+def leaves(structure: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> list[Any]:
+    """List the leaves of a structure; what ``is_leaf`` accepts is not opened."""
+    parts = None if is_leaf(structure) else children(structure)
+    return [structure] if parts is None else [leaf for part in parts.values() for leaf in leaves(part, is_leaf)]
+
+
+def map_leaves(function: Callable[[Any], Any], structure: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> Any:
+    """Return the same structure with a function applied to each leaf.
+
+    Example:
+        >>> map_leaves(lambda x: 2 * x, {"a": [1, 2], "b": 3})
+        {'a': [2, 4], 'b': 6}
+    """
+    parts = None if is_leaf(structure) else children(structure)
+    if parts is None:
+        return function(structure)
+    return rebuild(structure, {key: map_leaves(function, part, is_leaf) for key, part in parts.items()})
+
+
+def rebuild(node: Any, parts: dict[Any, Any]) -> Any:
+    """Return a container like another one with other parts."""
+    if not pytree.tree_is_leaf(node):
+        return pytree.tree_unflatten(list(parts.values()), _one_level(node)[1])
+    new = copy.copy(node)
+    if isinstance(node, SimpleNamespace):
+        vars(new).update(parts)
+        return new
+    if getattr(node, "__dict__", None) is node:  # a dict whose items are its attributes
+        new.__dict__ = new
+    for key, part in parts.items():
+        new[key] = part
+    return new
 
 
 class Tree:
-    """How the tensors of one structure hang together.
+    """The structure of a model's output.
 
     Args:
-        structure: What the model returned, or targets.
-        origin: Where that was, for messages.
-        name: What it is, for messages.
-        one_level: Whether everything right below the root is a leaf.
+        output: What the model returned.
+        origin: For which micro-batch, for messages.
     """
 
-    def __init__(self, structure: Any, origin: str, name: str = "the model's output", one_level: bool = False):
-        self.origin, self.name = origin, name
-        self._one_level = one_level
-        is_leaf = (lambda x: x is not structure) if one_level else None
-        leaves, self.spec = pytree.tree_flatten(structure, is_leaf=is_leaf)
-        self._template = pytree.tree_unflatten([_LEAF] * len(leaves), self.spec)
+    def __init__(self, output: Any, origin: str):
+        self.origin = origin
+        self._paths = _by_path(output, "").keys()
+        self._template = map_leaves(lambda _: None, output)
 
-    def leaves(self, structure: Any, where: str) -> list[Any]:
-        """The leaves of another structure, in the order of this tree; raises for another structure.
+    def leaves(self, output: Any, where: str) -> list[Any]:
+        """List the leaves of another output in the order of this one; raise if its structure differs.
 
-        The keys of a dict may come in any order: their values are put into the order of this tree.
+        The keys of a dict may come in any order.
         """
-        leaves: list[Any] = []
-        self._collect(self._template, structure, self.name, where, leaves)
-        return leaves
+        by_path = _by_path(output, "")
+        missing, extra = self._paths - by_path.keys(), by_path.keys() - self._paths
+        if missing or extra:
+            has, lacks, path = (self.origin, where, min(missing)) if missing else (where, self.origin, min(extra))
+            raise MicroBatchError(
+                f"the model's output{path} is in {has}, but not in {lacks}: the output must have the same structure "
+                "for each micro-batch"
+            )
+        return [by_path[path] for path in self._paths]
 
     def structure(self, leaves: list[Any]) -> Any:
-        """The same with these leaves."""
-        return pytree.tree_unflatten(leaves, self.spec)
-
-    def _collect(self, template: Any, value: Any, path: str, where: str, leaves: list[Any]) -> None:
-        if template is _LEAF and (self._one_level or pytree.tree_is_leaf(value)):
-            leaves.append(value)
-            return
-        if template is _LEAF or type(value) is not type(template):
-            raise self._differs(f"{path} is a {_kind(value)} in {where} and a {_kind(template)} in {self.origin}")
-        here, there = _children(template), _children(value)
-        only_here, only_there = here.keys() - there.keys(), there.keys() - here.keys()
-        if only_here or only_there:
-            has, lacks = (self.origin, where) if only_here else (where, self.origin)
-            names = ", ".join(f"{path}[{key!r}]" for key in sorted(only_here or only_there, key=str))
-            raise self._differs(f"{names} is in {has}, but not in {lacks}")
-        for key, child in here.items():
-            self._collect(child, there[key], f"{path}[{key!r}]", where, leaves)
-
-    def _differs(self, what: str) -> MicroBatchError:
-        return MicroBatchError(f"{what}: {self.name} must have the same structure in each")
+        """Build an output of this structure from its leaves."""
+        following = iter(leaves)
+        return map_leaves(lambda _: next(following), self._template)
 
 
-def _children(node: Any) -> dict[Any, Any]:
-    if isinstance(node, Mapping):
-        return dict(node)
-    return dict(enumerate(pytree.tree_leaves(node, is_leaf=lambda x: x is not node)))
+def _by_path(node: Any, path: str) -> dict[str, Any]:
+    parts = children(node)
+    if parts is None:
+        return {path: node}
+    return {p: leaf for key, part in parts.items() for p, leaf in _by_path(part, f"{path}[{key!r}]").items()}
 
 
-def _kind(value: Any) -> str:
-    return "single value" if value is _LEAF else type(value).__name__
+def _one_level(node: Any) -> tuple[list[Any], Any]:
+    return pytree.tree_flatten(node, is_leaf=lambda x: x is not node)

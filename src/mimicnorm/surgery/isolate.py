@@ -216,7 +216,10 @@ def _random_states() -> Iterator[None]:
 
 
 def _seed(value: int) -> None:
-    torch.manual_seed(value)
+    # not torch.manual_seed: where CUDA is not in use, it queues a seed for the day that it is
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(value)
     random.seed(value)
     np.random.seed(value)
 

@@ -1,0 +1,172 @@
+"""What the loss sees: the whole batch, or one micro-batch at a time where that is exact."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, nn
+
+from mimicnorm.errors import MicroBatchError, NonFiniteError
+from mimicnorm.layers import LastNorm
+from mimicnorm.layers.last_norm import refused, world_size
+from mimicnorm.microbatch.batches import MicroBatch
+from mimicnorm.microbatch.passes import Run
+from mimicnorm.microbatch.probe_loss import IN_PARTS, ROUNDING, CannotTellError, LossProbe, require_one_number
+
+_DENOMINATOR = "Let loss_fn return a sum over samples and give what to divide by: denominator=lambda targets: ..."
+
+
+class WholeBatchNeededError(Exception):
+    """The loss is not a mean over samples, or cannot be shown to be one: it has to see the whole batch."""
+
+
+class LossScope:
+    """The user's loss, and how many passes it takes.
+
+    Args:
+        loss_fn: The loss.
+        run: The micro-batches.
+        modules: The modules that the loss can call, without those of the model.
+        as_sum: Whether it has to be a sum over samples (with a denominator), else a mean.
+        loss_in_pieces: As given to ``backward``.
+        scaler: As given to ``backward``.
+
+    Attributes:
+        two_passes: Whether a pass without a graph comes first.
+        in_pieces: Whether the loss sees one micro-batch at a time.
+        probe: Compares the loss with itself, where it is to be computed in parts.
+        why_whole: Why the loss sees the whole batch although the model has no last BN.
+        weight: The factor of each loss, or with means of each sample.
+        foreign: The first targets of rank 0, and their number of samples.
+    """
+
+    def __init__(
+        self,
+        loss_fn: Callable[[Any, Any], Tensor],
+        run: Run,
+        modules: list[nn.Module],
+        as_sum: bool,
+        loss_in_pieces: bool | None,
+        scaler: Any,
+    ):
+        self.loss_fn, self.run, self.as_sum, self.asked, self.scaler = loss_fn, run, as_sum, loss_in_pieces, scaler
+        normalises = any(isinstance(m, LastNorm) and m.training for m in modules)
+        if loss_in_pieces and normalises:
+            raise MicroBatchError("loss_in_pieces=True: this loss normalises over the batch, so it must see it whole")
+        self.confined = "loss_in_pieces=True" if loss_in_pieces else "several ranks" if world_size() > 1 else ""
+        self.two_passes = bool(run.heads) or normalises or loss_in_pieces is False
+        self.in_pieces = bool(loss_in_pieces) or not self.two_passes
+        self.why_whole, self.weight = "", 1.0
+        self.foreign: tuple[Any, int] | None = None
+        alone = world_size() == 1 and len(run.pieces) == 1
+        probed = not alone and (bool(self.confined) or not self.two_passes)
+        self.probe = LossProbe(loss_fn, as_sum, modules, run.random_state, run.device) if probed else None
+
+    def __call__(self, outputs: Any, targets: Any, samples: int, where: str) -> tuple[Tensor, Tensor]:
+        """Return the loss to differentiate, and its value."""
+        with refused(IN_PARTS) if self.in_pieces else self.explained():
+            loss = self.loss_fn(outputs, targets)
+        require_one_number(loss, where)
+        if not loss.requires_grad:
+            raise MicroBatchError(
+                "the loss depends on nothing that requires a gradient: are all parameters frozen, or is this inside "
+                "no_grad?"
+            )
+        if not bool(loss.isfinite()):
+            raise NonFiniteError(f"the loss is {loss.item()} for {where}")
+        loss = loss * (self.weight if self.as_sum else self.weight * samples)
+        return (loss if self.scaler is None else self.scaler.scale(loss)), loss.detach()
+
+    def see_whole(self, why: str) -> None:
+        """Let the loss see all samples of this rank at once."""
+        self.two_passes, self.in_pieces, self.why_whole = True, False, why
+        if not self.confined:
+            self.probe = None
+
+    def check(self, outputs: Any, piece: MicroBatch) -> None:
+        """Compare a micro-batch with the first one, given its outputs; raise if the loss is not a mean.
+
+        In one pass, the first micro-batch stands for all others, before a gradient is added. On one device,
+        ``WholeBatchNeededError`` is raised then.
+        """
+        probe, is_first = self.probe, piece.index == 0
+        if probe is None:
+            return
+        may_fall_back = is_first and not self.two_passes and not self.confined
+        again = not is_first and not self.two_passes  # it was compared before, with mixtures of the first outputs
+        try:
+            if is_first:
+                why = self._compare_first(probe, outputs)
+            else:
+                why = probe.compare(piece, outputs, 1 / 2 if again else ROUNDING)
+        except Exception as error:
+            if may_fall_back:
+                raise WholeBatchNeededError(
+                    f"it cannot be told whether it is a {self._kind} over samples (if it is, say so with "
+                    f"loss_in_pieces=True): {error}"
+                ) from error
+            if not isinstance(error, CannotTellError):
+                raise
+            if not again:
+                self._require_word(error)
+            return
+        if why and may_fall_back:
+            raise WholeBatchNeededError(f"it is not a {self._kind} over samples: for {why}")
+        if why:
+            raise MicroBatchError(
+                f"loss_fn is not a {self._kind} over samples, so it cannot be computed in parts "
+                f"({self.confined or 'one pass'}): for {why}. {self._advice()}"
+            )
+        if probe.stateful and is_first and not self.two_passes:
+            self._refuse_state(probe)
+
+    def _compare_first(self, probe: LossProbe, outputs: Any) -> str:
+        first, *others = self.run.pieces
+        probe.begin(outputs, first)
+        compared = [(p.targets, p.size, str(p)) for p in others if not self.two_passes]
+        if self.foreign is not None:
+            compared.append((*self.foreign, "the first micro-batch of rank 0"))
+        return next((why for samples in compared if (why := probe.compare_targets(*samples))), "")
+
+    def _require_word(self, error: CannotTellError) -> None:
+        """Go on without comparisons if the user has said that the loss is a mean, else raise."""
+        self.probe = None
+        if not self.asked:
+            raise MicroBatchError(
+                f"over {self.confined} loss_fn must be a {self._kind} over samples, and it cannot be told whether it "
+                f"is: {error}. If it is, say so with loss_in_pieces=True"
+            ) from error
+
+    def _refuse_state(self, probe: LossProbe) -> None:
+        if not self.asked:
+            raise WholeBatchNeededError("each call of it changes its state")
+        if len(self.run.pieces) > 1:
+            names = ", ".join(sorted(probe.stateful))
+            raise MicroBatchError(
+                f"loss_in_pieces=True: each call of loss_fn changes the state of {names}, so later micro-batches would "
+                "meet another loss than the first. Leave loss_in_pieces out"
+            )
+
+    def _advice(self) -> str:
+        causes = "Class weights, targets to ignore and another reduction are usual causes"
+        if not self.confined:
+            return f"{causes}. Give loss_in_pieces=False"
+        remedy = "With denominator=, loss_fn must return the sum over its samples" if self.as_sum else _DENOMINATOR
+        whole = "; or leave loss_in_pieces out, so that it sees the whole batch" if world_size() == 1 else ""
+        return f"{causes}. {remedy}{whole}"
+
+    @contextlib.contextmanager
+    def explained(self) -> Any:
+        """Let an error say why the loss must see the whole batch."""
+        try:
+            yield
+        except Exception as error:
+            if self.why_whole:
+                error.add_note(f"loss_fn must see the whole batch, because {self.why_whole}")
+            raise
+
+    @property
+    def _kind(self) -> str:
+        return "sum" if self.as_sum else "mean"

@@ -1,0 +1,232 @@
+"""Run the micro-batches: once without a graph for the logits, once with a graph for the gradient."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mimicnorm.errors import MicroBatchError
+from mimicnorm.layers import LastNorm
+from mimicnorm.microbatch.batches import MicroBatch, require_joinable, to_device
+from mimicnorm.microbatch.guards import buffers_unchanged, require_finite, require_inputs_unchanged
+from mimicnorm.microbatch.heads import Call, Capture, Feed, Replay, WholeBatch, require_same, standing_in
+from mimicnorm.microbatch.replay import RandomState, accelerators, full_precision
+from mimicnorm.microbatch.trees import Tree, leaves, map_leaves
+
+Roots = Callable[[MicroBatch, list[Any], Replay], list[tuple[Tensor, Tensor | None]]]
+"""From a micro-batch, the leaves of its output and its replay to the tensors to differentiate, with their gradients."""
+
+COMPUTED = object()
+
+
+@dataclass
+class Run:
+    """A model and its micro-batches.
+
+    Attributes:
+        heads: The LastNorms of the model, by name.
+        joins: Whether the outputs are joined, so that all must have the same structure.
+        starts: The random state from which each micro-batch started in the first pass.
+    """
+
+    model: nn.Module
+    heads: dict[str, LastNorm]
+    pieces: list[MicroBatch]
+    device: torch.device | None
+    joins: bool = True
+    starts: list[RandomState] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._accelerators = accelerators(self.model)
+        self._trees: dict[int, Tree] = {}
+        self._first: list[Any] | None = None
+
+    @property
+    def samples(self) -> int:
+        return sum(p.size for p in self.pieces)
+
+    def random_state(self) -> RandomState:
+        return RandomState.now(self._accelerators)
+
+    def forward(self, piece: MicroBatch, detach: bool = False) -> list[Any]:
+        """Run the model on a micro-batch; return the leaves of its output in the order of the first micro-batch's.
+
+        Args:
+            piece: The micro-batch.
+            detach: Whether inputs that require a gradient are detached.
+        """
+        args, kwargs = to_device((piece.args, piece.kwargs), self.device)
+        if detach:
+            args, kwargs = map_leaves(lambda t: t.detach() if isinstance(t, Tensor) else t, (args, kwargs))
+        with buffers_unchanged(self.model, piece):
+            output = self.model(*args, **kwargs)
+        in_order = self._in_order(output, piece)
+        if self.joins:
+            self._first = self._first or [t.to("meta") if isinstance(t, Tensor) else t for t in in_order]
+            for i, (part, like) in enumerate(zip(in_order, self._first, strict=True)):
+                require_joinable(f"output {i} of the model", part, piece, like)
+        return in_order
+
+    def _in_order(self, output: Any, piece: MicroBatch) -> list[Any]:
+        if not any(isinstance(t, Tensor) for t in leaves(output)):
+            raise MicroBatchError(
+                f"the model returned a {type(output).__name__} without tensors in it; return a tensor, or a tuple, "
+                "list, dict or SimpleNamespace of tensors"
+            )
+        if piece.index in self._trees:
+            return self._trees[piece.index].leaves(output, f"{piece} when it ran again")
+        tree = Tree(output, str(piece) if piece.index else "the first micro-batch")
+        if self.joins:
+            tree = self._trees.get(0, tree)
+        self._trees[piece.index] = tree
+        return tree.leaves(output, str(piece))
+
+    def structure(self, leaves: list[Any], piece: MicroBatch | None = None) -> Any:
+        """Build the model's output from its leaves, for a micro-batch or for the whole batch."""
+        return self._trees[0 if piece is None else piece.index].structure(leaves)
+
+    def copied(self, leaves: list[Any], piece: MicroBatch | None = None) -> Any:
+        """Build the model's output from copies of its leaves: a loss may write into them."""
+        return self.structure([t.clone() if isinstance(t, Tensor) else t for t in leaves], piece)
+
+    def joined(self, parts: list[list[Any]]) -> list[Any]:
+        """Join the leaves of all micro-batches."""
+        return [torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in zip(*parts, strict=True)]
+
+
+@dataclass
+class First:
+    """Results of the first pass.
+
+    Attributes:
+        heads: The raw logits of each call of a head, in an order that is the same on all ranks.
+        outputs: The leaves of each micro-batch's output. In a model with heads, a tensor is not kept: its place has
+            the call of the head that returned it, or ``COMPUTED`` if something else did.
+    """
+
+    heads: dict[Call, WholeBatch]
+    outputs: list[list[Any]]
+
+    @property
+    def direct(self) -> bool:
+        """Whether the outputs are normalised logits, all of them and nothing else."""
+        sources = [{t for t in outputs if isinstance(t, Call) or t is COMPUTED} for outputs in self.outputs]
+        return all(s == self.heads.keys() for s in sources)
+
+
+def first_pass(run: Run) -> First:
+    """Run every micro-batch without a graph and keep the raw logits, or without heads the outputs."""
+    outputs, logits = [], []
+    with torch.no_grad():
+        for piece in run.pieces:
+            run.starts.append(run.random_state())
+            capture, versions = Capture(), piece.versions()
+            with standing_in(run.heads, capture):
+                in_order = run.forward(piece)
+            require_inputs_unchanged(piece, versions)
+            if run.heads:
+                in_order = [capture.source(t) or COMPUTED if isinstance(t, Tensor) else t for t in in_order]
+            outputs.append(in_order)
+            logits.append(capture.logits)
+    torch.clear_autocast_cache()  # weights that were cast without a graph must not be used in the pass with one
+    for piece, of_piece, in_order in zip(run.pieces, logits, outputs, strict=True):
+        if of_piece.keys() != logits[0].keys():
+            names = sorted({call.head for call in of_piece.keys() ^ logits[0].keys()})
+            raise MicroBatchError(
+                f"{', '.join(names)}: called a different number of times in {piece} than in the first micro-batch, "
+                "so the logits of the whole batch cannot be joined. Let every sample take the same way"
+            )
+        for call, of_call in of_piece.items():
+            require_finite(call.head, [of_call], piece)
+        if not run.heads:
+            require_finite("", in_order, piece)
+    heads = {c: WholeBatch(run.heads[c.head], [of_piece[c] for of_piece in logits]) for c in sorted(logits[0])}
+    return First(heads, outputs)
+
+
+def outputs_of(run: Run, first: First, normed: dict[Call, list[Tensor]]) -> Iterator[list[Any]]:
+    """Yield the leaves of each micro-batch's output, attached to the normalised logits."""
+    if not run.heads:
+        yield from first.outputs
+        return
+    if first.direct:
+        for i, outputs in enumerate(first.outputs):
+            yield [normed[t][i] if isinstance(t, Call) else t for t in outputs]
+        return
+    # Something follows the LastNorms, or does not pass them: run it on the normalised logits. Only that part builds a
+    # graph, because all parameters are frozen.
+    now = run.random_state()
+    for i, piece in enumerate(run.pieces):
+        run.starts[i].restore()
+        feed = Feed({c: parts[i] for c, parts in normed.items()})
+        with _frozen(run.model), torch.enable_grad(), standing_in(run.heads, feed):
+            outputs = run.forward(piece, detach=True)
+        yield outputs
+    torch.clear_autocast_cache()
+    now.restore()
+
+
+def graph_pass(
+    run: Run,
+    roots: Roots,
+    heads: dict[Call, WholeBatch] | None = None,
+    grads: dict[Call, list[Tensor]] | None = None,
+) -> None:
+    """Run every micro-batch with a graph, and add its part of the gradient.
+
+    This is the only pass if the loss is a mean over samples that do not depend on each other, else the second one,
+    in which the LastNorms are replaced by the values and gradients that are known from the first.
+
+    Args:
+        run: The micro-batches.
+        roots: What to differentiate.
+        heads: The normalised logits of the whole batch.
+        grads: dL/dlogits of each micro-batch.
+    """
+    heads, grads, replays, end = heads or {}, grads or {}, [], run.random_state()
+    raw, normed = {c: h.pieces(h.raw) for c, h in heads.items()}, {c: h.pieces(h.normed) for c, h in heads.items()}
+    for i, piece in enumerate(run.pieces):
+        if run.starts:
+            run.starts[i].restore()
+        replay = Replay(piece, *({c: parts[i] for c, parts in of_all.items()} for of_all in (raw, normed, grads)))
+        with _noting(bool(run.starts) or i > 0), standing_in(run.heads, replay):
+            outputs = run.forward(piece)
+            chosen = [(t, grad) for t, grad in roots(piece, outputs, replay) if t.requires_grad]
+            del outputs
+            if chosen:
+                with full_precision(run.device):
+                    torch.autograd.backward([t for t, _ in chosen], [grad for _, grad in chosen])
+            del chosen  # the next micro-batch needs the memory
+        replays.append(replay)
+    if run.starts:
+        end.restore()
+    require_same(replays)
+
+
+@contextlib.contextmanager
+def _noting(added: bool) -> Iterator[None]:
+    """Let an error say that gradients have been added."""
+    try:
+        yield
+    except Exception as error:
+        if added:
+            error.add_note("Gradients of this batch have been added: clear them")
+        raise
+
+
+@contextlib.contextmanager
+def _frozen(model: nn.Module) -> Iterator[None]:
+    """Let a forward pass build no graph for the model's own parameters."""
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    for p in trainable:
+        p.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for p in trainable:
+            p.requires_grad_(True)
