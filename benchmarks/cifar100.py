@@ -21,7 +21,7 @@ from provenance import ROOT, provenance, save
 from mimicnorm.training import recipe, train
 
 METHODS = {"batchnorm": "#1f5fae", "mimicnorm": "#c4411a", "mimicnorm+min_fan_in=50": "#2e7d32"}
-CHANGES: dict = {"limit": 20_000, "epochs": 10, "milestones": (5, 7, 9), "precision": "bf16"}
+CHANGES: dict = {"limit": 20_000, "epochs": 10, "milestones": (0.5, 0.7, 0.9), "warmup": 0.2, "precision": "bf16"}
 
 
 def figure(runs: dict[str, dict], path: Path) -> None:

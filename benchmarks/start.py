@@ -19,7 +19,7 @@ from provenance import Rows
 from mimicnorm import data
 from mimicnorm.training import recipe, train
 
-BASE: dict = {"epochs": 2, "milestones": (), "warmup_epochs": 1.0, "limit": 20_000, "precision": "bf16"}
+BASE: dict = {"epochs": 2, "milestones": (), "warmup": 0.5, "limit": 20_000, "precision": "bf16"}
 AUTHORS: dict = {"settings": ("min_fan_in=50",)}  # by itself a recipe of this width takes 12
 ROWS: tuple[tuple[str, dict], ...] = (
     ("batchnorm", {}),
@@ -27,7 +27,7 @@ ROWS: tuple[tuple[str, dict], ...] = (
     ("mimicnorm", AUTHORS),
     ("mimicnorm", {**AUTHORS, "classifier_variance": 2.0}),
     ("mimicnorm", {**AUTHORS, "init": "calibrate"}),
-    ("mimicnorm", {**AUTHORS, "warmup_epochs": 0.25}),
+    ("mimicnorm", {**AUTHORS, "warmup": 0.125}),
     ("mimicnorm", {"settings": ("min_fan_in=27",)}),  # also the projection with a fan-in of 32
     ("mimicnorm", {"settings": ("min_fan_in=16",)}),  # ... and the first layer, 27
     ("mimicnorm", {}),  # ... and the projection with 16

@@ -32,7 +32,6 @@ from mimicnorm.theory import (
     figures,
     gain,
     kernels,
-    learning_curve,
     montecarlo,
     residual_kernels,
 )
@@ -214,12 +213,12 @@ def generalisation(data: tuple[torch.Tensor, torch.Tensor] | None, points: int =
         for depth in (2, 5, 10, 20, 50):
             ntk = kernels(x, depth, Transition(kind)).ntk
             train = ntk[:points, :points]
-            curve = learning_curve(train, y[:points], torch.tensor([1e9]), ntk_test=ntk[points:, :points])
-            right = curve.test[0].argmax(1) == y[points:].argmax(1)
+            predicted = ntk[points:, :points] @ torch.linalg.solve(train, y[:points])  # trained to the end
+            right = predicted.argmax(1) == y[points:].argmax(1)
             found[f"{kind}_{depth}"] = {
                 "condition_number": condition_number(train),
                 "test_accuracy": float(right.double().mean()),
-                "test_prediction_rms": float(curve.test.pow(2).mean().sqrt()),
+                "test_prediction_rms": float(predicted.pow(2).mean().sqrt()),
             }
     return found
 

@@ -65,7 +65,7 @@ def test_a_factory_of_the_users_own(capsys, tmp_path, monkeypatch):
         (["theory", "figure", "nothing"], "choose one of"),
         (["theory", "figure", "phase", "--out", ""], "cannot draw to"),
         (["theory", "figure", "phase", "--out", "/no/such/place/a.png"], "there is no directory"),
-        (["theory", "doctor", "resnet10", "--plot", "a.xyz"], "no figure format"),
+        (["theory", "doctor", "resnet10", "--plot", "a.xyz"], "is not an image format"),
         (["theory", "check", "--seed", "9" * 20], "--seed must be at least 0 and below 2^63"),
         (["theory", "figure", "phase", "--seed", "-1"], "--seed must be at least 0"),
         (["convert", "resnet10", "--init", "None"], "use one of auto, theory, calibrate, none"),

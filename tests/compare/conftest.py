@@ -11,11 +11,37 @@ sys.path.insert(0, str(Path(__file__).parent))
 import small
 
 from mimicnorm.compare import run
+from mimicnorm.training import sweep, train
+
+
+class TrainsHere:
+    """A training process that runs in this one, at once: what starts and ends real ones is tested with the sweep."""
+
+    def __init__(self, folder, recipe, jobs, data_dir, device, output):
+        train(recipe, folder, data_dir=data_dir, device=device, progress=False)
+        self.returncode = 0
+
+    def poll(self):
+        return self.returncode
+
+    terminate = wait = poll
 
 
 @pytest.fixture(scope="session")
 def compared(tmp_path_factory):
     """The folder of a finished comparison, and what it holds."""
     out = tmp_path_factory.mktemp("compared")
-    run(small.job(), out, progress=False)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sweep, "_start", TrainsHere)
+        run(small.job(), out, progress=False)
     return out, json.loads((out / "compare.json").read_text())
+
+
+@pytest.fixture
+def trains_here(monkeypatch):
+    monkeypatch.setattr(sweep, "_start", TrainsHere)
+
+
+@pytest.fixture
+def trains_nothing(monkeypatch):
+    monkeypatch.setattr(sweep, "_start", lambda *_: pytest.fail("a run was started"))

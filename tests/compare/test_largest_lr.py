@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -8,29 +9,45 @@ import torch
 
 from mimicnorm.compare import largest_lr as module
 from mimicnorm.compare.largest_lr import largest_lr
+from mimicnorm.training import network
 from mimicnorm.training.loop import load
 from mimicnorm.training.processes import Processes
 
 JOB = small.job("batchnorm,nonorm", lr=0.1)
+BATCHNORM, NONORM = (JOB.run_recipe(entry) for entry in JOB.entries)
+CPU = Processes(torch.device("cpu"))
+
+
+@pytest.fixture
+def unbuilt(monkeypatch):
+    monkeypatch.setattr(module, "network", lambda *_: None)
 
 
 @pytest.mark.parametrize(
-    ("limit", "found"), [(0.5, 0.4), (0.6, 0.4 * math.sqrt(2)), (0.03, 0.025), (0.04, 0.025 * math.sqrt(2))]
+    ("limit", "expected"), [(0.5, 0.4), (0.6, 0.4 * math.sqrt(2)), (0.03, 0.025), (0.04, 0.025 * math.sqrt(2))]
 )
-def test_the_search_ends_within_a_factor_of_the_limit(monkeypatch, limit, found):
-    monkeypatch.setattr(module, "_trains", lambda job, contestant, source, processes, lr, steps: lr <= limit)
-    assert largest_lr(JOB, JOB.contestants[0], None, None)["value"] == pytest.approx(found)
+def test_the_search_ends_within_a_factor_of_the_limit(monkeypatch, unbuilt, limit, expected):
+    monkeypatch.setattr(module, "_trains", lambda recipe, *_: recipe.lr <= limit)
+    assert largest_lr(BATCHNORM, None, CPU)["value"] == pytest.approx(expected)
 
 
-def test_never_and_always_stable_are_said(monkeypatch):
+def test_never_and_always_stable(monkeypatch, unbuilt):
     monkeypatch.setattr(module, "_trains", lambda *_: False)
-    assert "unstable from 0.1 down to" in largest_lr(JOB, JOB.contestants[0], None, None)["why_not"]
+    assert "unstable from 0.1 down to" in largest_lr(BATCHNORM, None, CPU)["why_not"]
     monkeypatch.setattr(module, "_trains", lambda *_: True)
-    assert largest_lr(JOB, JOB.contestants[0], None, None)["at_least"]
+    assert largest_lr(BATCHNORM, None, CPU)["at_least"]
 
 
 def test_a_real_run_is_stable_at_a_small_rate_and_not_at_an_absurd_one():
     source, _ = load(JOB.recipe)
-    cpu = Processes(torch.device("cpu"))
-    assert module._trains(JOB, JOB.contestants[0], source, cpu, 0.05, 15)
-    assert not module._trains(JOB, JOB.contestants[1], source, cpu, 1e20, 15)
+    for recipe, lr, stable in ((BATCHNORM, 0.05, True), (NONORM, 1e20, False)):
+        recipe = dataclasses.replace(recipe, lr=lr)
+        assert module._trains(recipe, network(recipe, source), source, CPU, 15) == stable
+
+
+def test_the_search_builds_the_network_once(monkeypatch):
+    built = []
+    monkeypatch.setattr(module, "network", lambda *args: built.append(args) or network(*args))
+    source, _ = load(JOB.recipe)
+    assert largest_lr(dataclasses.replace(BATCHNORM, lr=1e20), source, CPU, steps=2)["steps"] == 2
+    assert len(built) == 1

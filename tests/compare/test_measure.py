@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import sys
-
 import pytest
 import small
 import torch
 from torch._dynamo.eval_frame import OptimizedModule
 
 from mimicnorm import memory, report
-from mimicnorm.compare.measure import memory_of
-from mimicnorm.compare.run import _measure
+from mimicnorm.compare import measure
+from mimicnorm.compare.measure import applied, memory_by_method, memory_of, times
 from mimicnorm.errors import MemoryPredictionError
-from mimicnorm.training.build import network
+from mimicnorm.training import build, network
 from mimicnorm.training.loop import load
 from mimicnorm.training.processes import Processes
 
@@ -24,12 +21,14 @@ SIZES = {"width": 0.25, "batch": 256, "limit": 256}  # the activations outweigh 
 
 def predicted(method: str = "mimicnorm", processes: Processes = CPU, **changes) -> dict:
     job = small.job(method, **SIZES, **changes)
-    return memory_of(job, job.contestants[0], load(job.recipe)[0], processes)
+    source = load(job.recipe)[0]
+    (trainer,) = applied(job, source, processes)[0].values()
+    return memory_of(trainer, source)
 
 
 def by_hand(example: torch.Tensor, method: str = "mimicnorm", **how) -> memory.Analysis:
     job = small.job(method, **SIZES)
-    net = network(job.run_recipe(job.contestants[0]), load(job.recipe)[0])
+    net = network(job.run_recipe(job.entries[0]), load(job.recipe)[0])
     net = net.to(memory_format=torch.channels_last if example is LAST else torch.contiguous_format)
 
     def decaying(parameters):
@@ -71,12 +70,12 @@ def test_a_compiled_network_is_predicted_compiled():
 
 
 def test_where_the_compiled_network_cannot_be_predicted_the_plain_one_is_and_it_is_said(monkeypatch):
-    measure = memory.measure
+    plain = memory.measure
 
     def refusing(model, *args, **how):
         if isinstance(model, OptimizedModule):
             raise MemoryPredictionError("no graph")
-        return measure(model, *args, **how)
+        return plain(model, *args, **how)
 
     monkeypatch.setattr(memory, "measure", refusing)
     found = predicted(compile=True)
@@ -95,12 +94,20 @@ def test_compiled_and_plain_predictions_are_not_set_against_each_other(monkeypat
             {"saved_bytes_per_image": 1.0, "peak_bytes": 1, "device": "cpu"},
         ]
     )
-    monkeypatch.setattr(sys.modules["mimicnorm.compare.run"], "memory_of", lambda *_: next(found))
-    job = small.job("batchnorm,mimicnorm,nonorm", rounds=0)
-    data = {"methods": [{"label": c.label} for c in job.contestants], "rounds": 0}
-    _measure(dataclasses.replace(job, rounds=0), data, None, CPU, {"methods": []})
-    assert [m["memory"].get("peak_ratio") for m in data["methods"]] == [1.0, None, 0.5]
+    monkeypatch.setattr(measure, "memory_of", lambda *_: next(found))
+    amounts = memory_by_method(dict.fromkeys(("batchnorm", "mimicnorm", "nonorm")), None)
+    assert [entry.get("peak_ratio") for entry in amounts.values()] == [1.0, None, 0.5]
 
 
 def test_what_cannot_be_trained_has_no_prediction():
     assert "BatchNorm in training mode" in predicted("batchnorm", micro_batch=4)["why_not"]
+
+
+def test_each_network_is_converted_once(monkeypatch):
+    converted, conversions = build.convert_, []
+    monkeypatch.setattr(build, "convert_", lambda *args, **how: conversions.append(args) or converted(*args, **how))
+    job = small.job("batchnorm,mimicnorm")
+    source = load(job.recipe)[0]
+    trainers, plans = applied(job, source, CPU)
+    assert memory_by_method(trainers, source).keys() == times(trainers, source, 5).keys() == plans.keys()
+    assert len(conversions) == 2

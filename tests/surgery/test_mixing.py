@@ -92,15 +92,14 @@ def network(middle: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 6, 1), middle, *tail)
 
 
-@pytest.mark.parametrize("init", ["theory", "calibrate", None])
 @pytest.mark.parametrize("batch", [1, 4])
 @pytest.mark.parametrize("kind", MIXING)
-def test_a_network_that_mixes_samples_is_refused_by_name_and_put_back(kind: str, batch: int, init):
+def test_a_network_that_mixes_samples_is_refused_by_name_and_put_back(kind: str, batch: int):
     torch.manual_seed(0)
     model = network(MIXING[kind])
     before = {k: v.clone() for k, v in model.state_dict().items()}
     with pytest.raises(RefusedError, match=r"'4' \((Apply|Standardised|Flat)\) works across the batch"):
-        mn.convert_(model, mn.MimicNorm(), example=torch.randn(batch, 3, 6, 6), init=init)
+        mn.convert_(model, mn.MimicNorm(), example=torch.randn(batch, 3, 6, 6))
     assert type(model[1]) is nn.BatchNorm2d
     assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
 
@@ -213,6 +212,26 @@ def test_control_flow_and_fixed_sizes_are_tried_on_values(function, batch: int):
         mn.convert_(mixes, mn.MimicNorm(last_norm=False), example=(batch, 3, 6, 6))
     report = mn.convert_(does_not, mn.MimicNorm(last_norm=False), example=(batch, 3, 6, 6))
     assert not [n for n in report.notes if "across" in n]
+
+
+class GraphNetwork(nn.Module):
+    """Sums what comes along the edges of a graph: the first dimension is its nodes."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm, self.fc = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        h = self.linear(x)
+        return self.fc(self.norm(torch.zeros_like(h).index_add(0, edges[1], h[edges[0]])).relu())
+
+
+def test_a_graph_network_is_told_that_its_nodes_are_taken_for_samples():
+    example = (torch.randn(10, 6), torch.randint(0, 10, (2, 30)))
+    (refusal,) = mn.plan(GraphNetwork(), mn.MimicNorm(min_fan_in=1), example=example).refusals
+    assert "the batch (index_add), which is taken to be the first dimension of the first argument" in refusal.reason
+    assert "not the batch (the nodes of a graph), accept it: allow_mixing=('',)" in refusal.remedy
+    mn.convert_(GraphNetwork(), mn.MimicNorm(min_fan_in=1), example=example, allow_mixing=("",))
 
 
 def listed(net: nn.Module, images: list[Tensor]) -> Tensor:

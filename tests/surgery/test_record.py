@@ -177,6 +177,13 @@ class Result:
         self.a, self.b = a, b
 
 
+class Slots:
+    __slots__ = ("a", "b")
+
+    def __init__(self, a, b):
+        self.a, self.b = a, b
+
+
 class Outputs(OrderedDict):
     """As the outputs of other packages: a dict of a class of its own."""
 
@@ -185,6 +192,7 @@ OUTPUTS = {
     "tuple": lambda a, b: (a, [b]),
     "dict": lambda a, b: {"a": a, "b": {"c": b}},
     "object": Result,
+    "slots": Slots,
     "subclass of dict": lambda a, b: Outputs(a=a, b=Outputs(c=b)),
     "namespace": lambda a, b: SimpleNamespace(a=a, b=SimpleNamespace(c=[b])),
     "nested": lambda a, b: {"a": [SimpleNamespace(a=a)], "b": Result(None, Outputs(b=b))},

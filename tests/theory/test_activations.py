@@ -4,12 +4,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
-from mimicnorm.theory import TheoryError, activation_stats, find_kinks, gain, resolve
-from mimicnorm.theory.activations import Activation, names
+from mimicnorm.theory import TheoryError, activation_stats, gain, resolve
+from mimicnorm.theory.activations import names, prelu_stats
 
 S = 1 - 1 / math.pi
 
@@ -94,7 +92,7 @@ def test_torch_modules_resolve_to_the_same_function(module):
     with torch.no_grad():
         assert torch.allclose(resolve(module)(x), module.double()(x), atol=1e-7, rtol=1e-7)
     if not isinstance(module, nn.PReLU):
-        bare = activation_stats(lambda t: module(t))
+        bare = activation_stats(lambda t: module(t), kinks=resolve(module).kinks)
         assert activation_stats(module).chi1 == pytest.approx(bare.chi1, rel=1e-6)
 
 
@@ -104,24 +102,6 @@ def test_a_subclass_of_a_torch_module_keeps_its_own_forward():
             return 2 * super().forward(input)
 
     assert activation_stats(Twice()).mean == pytest.approx(2 * activation_stats("relu").mean, rel=1e-13)
-
-
-@settings(max_examples=12, deadline=None)
-@given(st.floats(-6, 6), st.sampled_from(["step", "hinge", "square"]))
-def test_kinks_of_a_callable_are_found(where, kind):
-    shape = {
-        "step": lambda x: (x > where).to(x.dtype) + torch.tanh(x),
-        "hinge": lambda x: (x - where).clamp(min=0) + torch.sin(x),
-        "square": lambda x: (x - where).clamp(min=0) ** 2,
-    }[kind]
-    found = find_kinks(Activation("test", shape, ()))
-    assert len(found) == 1
-    assert found[0] == pytest.approx(where, abs=1e-10)
-
-
-def test_smooth_callables_have_no_kinks():
-    for function in (torch.tanh, torch.sin, torch.erf, lambda x: torch.tanh(3 * x) * x):
-        assert find_kinks(Activation("smooth", function, ())) == ()
 
 
 def test_gain_works_where_converters_call_it():
@@ -144,10 +124,18 @@ def test_named_parameters_reach_the_function():
         (lambda: gain("rellu"), "did you mean 'relu'"),
         (lambda: gain("qqq"), "known: celu"),
         (lambda: gain("relu", "fan_avg"), "'weight_mean'"),
-        (lambda: gain("relu", fan_in=0), "at least 1"),
+        (lambda: gain("relu", fan_in=True), "fan_in=True: use a whole number of at least 1"),
         (lambda: gain("relu", fan_in=1), "mode='plain'"),
         (lambda: gain("relu", slope=1.0), "no parameter 'slope'"),
-        (lambda: gain("leaky_relu", negative_slope=math.nan), "negative_slope"),
+        (lambda: gain("leaky_relu", negative_slope=math.nan), "leaky_relu(negative_slope)=nan: use a finite number"),
+        (lambda: gain("celu", alpha=0.0), "must not be 0"),
+        (lambda: gain(math.tanh), "activation 'tanh' does not run"),
+        (lambda: gain(nn.Softmax(-1)), "depends on other numbers"),
+        (lambda: gain(lambda x: torch.exp(x**2)), "grows too fast"),
+        (lambda: gain(torch.relu, kinks="a"), "kinks must be a tensor"),
+        (lambda: gain(torch.relu, kinks=3.0), "kinks must have 1 dimension"),
+        (lambda: gain(lambda x: (x - 0.3).clamp(min=0)), "pass resolve(function, kinks=[...])"),
+        (lambda: gain(lambda x: torch.tanh(x.float())), "computes in float32"),
         (lambda: gain(3), "must be a name"),
         (lambda: gain(nn.ReLU), "must be a name"),
         (lambda: gain(torch.tanh, alpha=1.0), "named activation"),
@@ -175,9 +163,18 @@ def test_a_gain_needs_no_slope():
     assert math.isnan(activation_stats(phi).chi1)
 
 
-def test_a_function_in_float32_is_told_so():
-    with pytest.raises(TheoryError, match="computes in float32"):
-        gain(lambda x: torch.tanh(x.float()))
+def test_a_callable_is_exact_with_its_kinks():
+    # E[max(z - c, 0)] = density(c) - c P(z > c)
+    c = 0.3
+    mean = math.exp(-(c**2) / 2) / math.sqrt(2 * math.pi) - c * math.erfc(c / math.sqrt(2)) / 2
+    assert activation_stats(lambda x: (x - c).clamp(min=0), kinks=[c]).mean == pytest.approx(mean, rel=1e-14)
+
+
+def test_equal_functions_are_equal_activations():
+    assert resolve("prelu", negative_slope=0.1) == resolve("prelu", negative_slope=0.1)
+    assert resolve("prelu", negative_slope=0.1) != resolve("prelu", negative_slope=0.2)
+    assert resolve(torch.sin) == resolve(torch.sin) != resolve(torch.cos)
+    assert resolve(torch.sin) != resolve(torch.sin, kinks=[1.0])
 
 
 def test_a_prelu_with_a_slope_per_channel_averages_moments_not_slopes():
@@ -193,18 +190,12 @@ def test_a_prelu_with_a_slope_per_channel_averages_moments_not_slopes():
     assert stats.chi1 * stats.variance == pytest.approx(sum(s.chi1 * s.variance for s in each) / 3, rel=1e-12)
     linear = sum(s.tbar_slope_at_zero * s.variance for s in each) / 3
     assert stats.tbar_slope_at_zero * stats.variance == pytest.approx(linear, rel=1e-12)
-    # a layer behind it, by sampling
+    assert prelu_stats([-1.0, 1.0]).rms == pytest.approx(1.0, abs=1e-12)
+    # the layer after it, by sampling
     z = torch.randn(3, 400_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     y = torch.where(z > 0, z, module.weight.detach().double()[:, None] * z)
     assert gain(module, "plain") == pytest.approx(float(y.square().mean()) ** -0.5, rel=5e-3)
     assert gain(module) == pytest.approx(float(y.var()) ** -0.5, rel=5e-3)
-
-
-def test_slopes_of_minus_one_and_one_keep_the_second_moment():
-    module = nn.PReLU(2)
-    with torch.no_grad():
-        module.weight.copy_(torch.tensor([-1.0, 1.0]))
-    assert activation_stats(module).rms == pytest.approx(1.0, abs=1e-12)
 
 
 @pytest.mark.parametrize("slope", [-1.0, 0.0, 0.25, 1.0])

@@ -8,6 +8,8 @@ import torch
 
 from mimicnorm.theory import Transition, kernels, residual_kernels
 
+from . import exact
+
 
 def gaussian(*shape, seed=0):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
@@ -39,6 +41,7 @@ def test_opposite_inputs_part_where_they_must():
 def test_the_first_relu_sees_exactly_minus_one():
     x, t = gaussian(20, 784), Transition("straight", "leaky_relu")
     assert float(kernels(x, 2, Transition(), -x).ntk.abs().diagonal().max()) == 0
+    assert float(kernels(x, 2, Transition(), -3 * x).ntk.abs().diagonal().max()) < 1e-14
     # E[phi phi] = -0.01 q and E[phi' phi'] = 0.01
     found = kernels(x, 2, t, -x)
     assert torch.allclose(found.ntk.diagonal(), -0.02 * t.effective_w2 * x.square().mean(1), rtol=1e-13)
@@ -69,31 +72,6 @@ def test_zero_vectors_with_a_bias_are_equal_inputs():
     assert float(found.ntk[0, 1]) == pytest.approx(float(found.ntk[0, 0]), rel=1e-12)
 
 
-def precise(centred, w2, bias, state):
-    """One ReLU layer of variances q, p, covariance k and tangent theta, with all digits."""
-    q, p, k, theta = state
-
-    def value(q, p, k):
-        scale, angle = mpmath.sqrt(q * p), mpmath.acos(min(1, k / mpmath.sqrt(q * p)))
-        sides = mpmath.sin(angle) + (mpmath.pi - angle) * mpmath.cos(angle) - centred
-        return w2 * scale * sides / (2 * mpmath.pi) + bias, w2 * (mpmath.pi - angle) / (2 * mpmath.pi)
-
-    new, slope = value(q, p, k)
-    return value(q, q, q)[0], value(p, p, p)[0], new, new + slope * theta
-
-
-def start(x, y, bias):
-    a, b = ([mpmath.mpf(v) for v in side.tolist()] for side in (x, y))
-    q, p, k = (mpmath.fdot(*sides) / len(a) + mpmath.mpf(bias) for sides in ((a, a), (b, b), (a, b)))
-    return q, p, k, k
-
-
-def error(found, state):
-    return max(
-        abs(float(mpmath.mpf(float(f[0, 0])) / e - 1)) for f, e in ((found.nngp, state[2]), (found.ntk, state[3]))
-    )
-
-
 @pytest.mark.parametrize("kind", ["straight", "weight_mean"])
 @pytest.mark.parametrize("bias", [0.0, 0.1])
 @pytest.mark.parametrize("apart", [1e-2, 1e-3, 1e-5, 1e-7, 1e-9])
@@ -102,11 +80,11 @@ def test_nearly_equal_inputs_keep_their_distance(kind, bias, apart):
     y = x + apart * gaussian(1, 20, seed=1)
     with mpmath.workdps(50):
         for depth in (2, 10, 50):
-            state = start(x[0], y[0], bias)
+            state = exact.start(x[0], y[0], bias)
             for _ in range(depth - 1):
-                state = precise(t.centred, mpmath.mpf(t.effective_w2), mpmath.mpf(bias), state)
-            assert error(kernels(x, depth, t, y, first_b2=bias), state) < 3e-11
-            assert error(kernels(y, depth, t, x, first_b2=bias), state) < 3e-11
+                state = exact.layer("relu", state, t)
+            assert exact.error(kernels(x, depth, t, y, first_b2=bias), state) < 3e-11
+            assert exact.error(kernels(y, depth, t, x, first_b2=bias), state) < 3e-11
 
 
 @pytest.mark.parametrize("kind", ["straight", "weight_mean"])
@@ -114,13 +92,13 @@ def test_nearly_equal_inputs_of_residual_networks(kind):
     x, t = gaussian(1, 20), Transition(kind)
     y = x + 1e-6 * gaussian(1, 20, seed=1)
     with mpmath.workdps(50):
-        state = start(x[0], y[0], 0.0)
+        state = exact.start(x[0], y[0])
         for block in range(16):
             branch = state
             for _ in range(2):
-                branch = precise(t.centred, mpmath.mpf(t.effective_w2), 0, branch)
+                branch = exact.layer("relu", branch, t)
             state = tuple(a + b / (block + 1) for a, b in zip(state, branch, strict=True))
-        assert error(residual_kernels(x, 16, t, y, scale=[(n + 1) ** -0.5 for n in range(16)]), state) < 1e-12
+        assert exact.error(residual_kernels(x, 16, t, y, scale=[(n + 1) ** -0.5 for n in range(16)]), state) < 1e-12
 
 
 def test_batch_norm_takes_the_norms_of_nearly_equal_inputs_along():
@@ -136,7 +114,7 @@ def test_batch_norm_takes_the_norms_of_nearly_equal_inputs_along():
         whole = sum(q / 2 - m**2 + s**2 for q, m, s in zip(power, mean, shift, strict=True)) / 3
         for i, j in ((0, 1), (0, 2), (1, 2)):
             k = mpmath.fdot(rows[i], rows[j]) / 20
-            value, slope = (precise(True, 1, 0, (power[i], power[j], k, t))[3] for t in (0, 1))
+            value, slope = exact.pair("relu", power[i], power[j], k, True)
             new = (value + shift[i] * shift[j]) / whole
             assert float(found.nngp[i, j]) == pytest.approx(float(new), rel=1e-13)
-            assert float(found.ntk[i, j]) == pytest.approx(float(new + (slope - value) * k / whole), rel=1e-13)
+            assert float(found.ntk[i, j]) == pytest.approx(float(new + slope * k / whole), rel=1e-13)

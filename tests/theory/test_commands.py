@@ -1,4 +1,4 @@
-"""`mimicnorm theory` and what it says of mistakes."""
+"""`mimicnorm theory`: its output and its errors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_names_of_layers_are_whole_at_80_columns(capsys, monkeypatch):
     out = capsys.readouterr().out
     assert all(f"layer1.0.conv{number} " in out for number in (1, 2, 3))
     assert "…" not in out
-    assert out.count("before") == 4  # in the title and above each quantity
+    assert out.count("before") == 5  # in the title, above each quantity, and in the verdict
 
 
 def test_the_doctor_takes_networks_of_ones_own(capsys, tmp_path, monkeypatch):
@@ -53,6 +53,9 @@ def test_the_doctor_takes_networks_of_ones_own(capsys, tmp_path, monkeypatch):
     )
     monkeypatch.chdir(tmp_path)
     Doctor("mywaves:net", shape=(4, 2, 64), head="3").run()
-    assert "before and after mimicnorm" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "before and after mimicnorm" in out
+    assert "before is healthy: variance" in out
+    assert "mimicnorm is healthy: variance" in out
     with pytest.raises(TheoryError, match="first number of --shape must be at least 2, not 1"):
         Doctor("mywaves:net", shape=(1, 2, 64)).run()

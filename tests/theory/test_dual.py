@@ -11,9 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from mimicnorm.theory import TheoryError, dual, dual_slope, resolve
+from mimicnorm.theory import TheoryError, Transition, dual, dual_slope, resolve
 from mimicnorm.theory.activations import activation_stats
-from mimicnorm.theory.integrals import following_kinks
+from mimicnorm.theory.dual import moments
+from mimicnorm.theory.quadrature import following_kinks
+
+from . import exact
 
 module = importlib.import_module("mimicnorm.theory.dual")  # the package exports the function under the same name
 RHOS = [-1.0, -0.9999, -0.9, -0.3, 0.0, 0.2, 0.7, 0.99, 0.9999, 1 - 1e-9, 1.0]
@@ -51,9 +54,9 @@ def test_smooth_duals_agree_with_gauss_hermite(name, q1, q2):
 
 @pytest.mark.parametrize("name", ["relu", "leaky_relu", "gelu", "erf", "tanh", "silu"])
 @pytest.mark.parametrize(("q1", "q2"), VARIANCES)
-def test_closed_forms_and_series_agree_with_kink_following_quadrature(name, q1, q2):
+def test_closed_forms_and_sectors_agree_with_kink_following_quadrature(name, q1, q2):
     phi = resolve(name)
-    quadrature = [following_kinks(phi, q1, q2, rho) for rho in RHOS]
+    quadrature = [following_kinks(phi, q1, q2, math.acos(rho)) for rho in RHOS]
     expected = torch.tensor(quadrature, dtype=torch.float64)
     rho = torch.tensor(RHOS, dtype=torch.float64)
     assert torch.allclose(dual(phi, rho, q1, q2), expected[:, 0], rtol=1e-12, atol=1e-13)
@@ -65,7 +68,7 @@ def erf(x):
 
 
 def relu(x):
-    return x.clamp(0, 1)
+    return torch.relu(x) ** 3
 
 
 def identity(x):
@@ -77,10 +80,40 @@ def gelu(x):
 
 
 @pytest.mark.parametrize("function", [erf, relu, identity, gelu], ids=lambda f: f.__name__)
-def test_what_a_callable_is_called_selects_no_formula(function):
-    value, slope = following_kinks(resolve(lambda x: function(x)), 1.0, 1.0, 0.5)
+def test_the_name_of_a_callable_selects_no_formula(function):
+    value, slope = following_kinks(resolve(lambda x: function(x)), 1.0, 1.0, math.acos(0.5))
     assert float(dual(function, 0.5)) == pytest.approx(value, abs=1e-11)
     assert float(dual_slope(function, 0.5)) == pytest.approx(slope, abs=1e-11)
+
+
+class Unhashable:
+    """A callable that compares by value, and so has no hash."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __eq__(self, other):
+        return self.scale == other.scale
+
+    def __call__(self, x):
+        return torch.tanh(self.scale * x)
+
+
+def test_callables_need_no_hash():
+    for scale in (0.5, 1.0):
+        assert float(dual(Unhashable(scale), 0.5)) == pytest.approx(float(dual("tanh", 0.5, scale**2)), abs=1e-12)
+    t = Transition("weight_mean", Unhashable(1.0))
+    assert t.chi1 == pytest.approx(Transition("weight_mean", "tanh").chi1, rel=1e-12)
+    assert len(t.fixed_points) == 3
+
+
+def test_a_forgotten_kink_is_refused_and_a_given_one_is_exact():
+    def clipped(x):
+        return x.clamp(-1, 1)
+
+    with pytest.raises(TheoryError, match=r"pass resolve\(function, kinks=\[\.\.\.\]\)"):
+        dual(clipped, 0.5)
+    assert float(dual(resolve(clipped, kinks=[-1, 1]), 0.5)) == pytest.approx(float(dual("hardtanh", 0.5)), abs=1e-13)
 
 
 @pytest.mark.parametrize("name", ["relu", "leaky_relu", "gelu", "silu", "softplus", "hardtanh", "erf"])
@@ -90,30 +123,17 @@ def test_torchs_own_functions_are_the_registered_ones(name):
     assert torch.equal(dual(function, 0.5), dual(name, 0.5))
 
 
-def precise(name, rho, q, p, centred):
-    """The textbook forms, cancellation and all, with digits to spare."""
-    rho, q, p = mpmath.mpf(rho), mpmath.mpf(q), mpmath.mpf(p)
-    k, two_pi = rho * mpmath.sqrt(q * p), 2 * mpmath.pi
-    if name == "erf":
-        product = (1 + 2 * q) * (1 + 2 * p)
-        value = 2 / mpmath.pi * mpmath.asin(2 * k / mpmath.sqrt(product))
-        return value, 4 / mpmath.pi / mpmath.sqrt(product - 4 * k**2)
-    product, sides = (1 + q) * (1 + p), 1 / (1 + q) + 1 / (1 + p)
-    det = product - k**2
-    density, positive = 1 / (two_pi * mpmath.sqrt(det)), (mpmath.asin(k / mpmath.sqrt(product)) / two_pi + 0.25)
-    means = q * p / (two_pi * mpmath.sqrt(product)) if centred else 0
-    return k * positive + density * (q * p + k**2 * (sides - 1)) - means, positive + density * k * (sides + 1 / det)
-
-
 @pytest.mark.parametrize("name", ["gelu", "erf"])
 @pytest.mark.parametrize("centred", [False, True])
 def test_closed_forms_keep_their_digits_at_any_variance(name, centred):
     for q, p in ((1e-6, 1e-6), (0.1, 9e4), (1e8, 1e8), (1e10, 1.0), (1e16, 1e16), (1e120, 1e120)):
         for rho in (-0.9, -1e-6, 1e-9, 0.3, 1 - 2.0**-30, 1.0):
-            arguments = (torch.tensor(a, dtype=torch.float64) for a in (q, p, rho))
-            value, slope = module.pair_moments(resolve(name), *arguments, centred)
+            rho_ = torch.tensor(rho, dtype=torch.float64)
+            value, slope = module.pair_moments(resolve(name), q, p, rho_, centred=centred)
             with mpmath.workdps(300):
-                expected = [float(e) for e in precise(name, rho, q, p, centred)]
+                numbers = [mpmath.mpf(a) for a in (q, p, rho)]
+                covariance = numbers[2] * mpmath.sqrt(numbers[0] * numbers[1])
+                expected = [float(e) for e in exact.pair(name, *numbers[:2], covariance, centred)]
             assert [float(value), float(slope)] == pytest.approx(expected, rel=1e-13)
 
 
@@ -133,19 +153,27 @@ def test_a_callable_is_as_exact_as_it_says(q):
 
 
 @pytest.mark.parametrize("name", ["elu", "hardtanh", "softsign"])
-def test_tables_of_kinked_activations_are_exact_between_their_nodes(name):
+def test_kinked_activations_are_exact(name):
     phi = resolve(name)
     rho = torch.tensor([-0.77, 0.123456, 0.98765, 1.0], dtype=torch.float64)
-    expected = torch.tensor([following_kinks(phi, 1.0, 1.0, float(r)) for r in rho], dtype=torch.float64)
+    expected = torch.tensor([following_kinks(phi, 1.0, 1.0, math.acos(float(r))) for r in rho], dtype=torch.float64)
     assert torch.allclose(dual(phi, rho), expected[:, 0], rtol=1e-12, atol=1e-13)
     assert torch.allclose(dual_slope(phi, rho), expected[:, 1], rtol=1e-12, atol=1e-12)
     assert float(dual(phi, 1.0)) == pytest.approx(activation_stats(phi).second_moment, rel=1e-12)
 
 
-def test_many_correlations_take_the_table_and_few_the_series():
-    rho = torch.linspace(-1, 1, 5001, dtype=torch.float64)
-    few = torch.cat([dual("tanh", part) for part in rho.chunk(4)])
-    assert torch.allclose(dual("tanh", rho), few, atol=1e-13, rtol=0)
+@pytest.mark.parametrize("name", ["tanh", "hardtanh"])
+def test_many_correlations_take_an_interpolant_and_few_an_integral_each(name):
+    rho = torch.linspace(-1, 1, 81, dtype=torch.float64)
+    few = torch.cat([dual(name, part) for part in rho.chunk(4)])
+    assert torch.allclose(dual(name, rho), few, atol=1e-13, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["silu", "elu", "hardtanh"])
+def test_moments_of_many_variances_are_those_of_each(name):
+    phi, q = resolve(name), torch.logspace(-2, 1, 150, dtype=torch.float64)
+    for many, few in zip(moments(phi, q), zip(*(moments(phi, v) for v in q), strict=True), strict=True):
+        assert torch.allclose(many, torch.stack(few), rtol=1e-12, atol=1e-15)
 
 
 @settings(max_examples=15, deadline=None)
@@ -172,8 +200,11 @@ def test_slope_is_the_derivative_by_the_covariance(name):
     [
         (lambda: dual("relu", 1.5), "1.5 is outside [-1, 1]"),
         (lambda: dual("relu", math.nan), "non-finite"),
-        (lambda: dual("relu", 0.1, -1.0), "positive and finite"),
-        (lambda: dual("relu", 0.1, 0.0), "zero vectors"),
+        (lambda: dual("relu", "a"), "a correlation must be a tensor of numbers"),
+        (lambda: dual("relu", torch.tensor(1j)), "a correlation is a complex"),
+        (lambda: dual("silu", torch.empty(0)), "a correlation must have at least one"),
+        (lambda: dual("relu", 0.1, 0.0), "q1=0.0: use a finite number above 0"),
+        (lambda: dual("relu", 0.1, 1.0, "x"), "q2='x'"),
         (lambda: dual_slope(torch.sign, 0.1), "has a step"),
         (lambda: dual("softsin", 0.1), "softsign"),
     ],
@@ -186,5 +217,5 @@ def test_bad_input_is_named(call, says):
 
 def test_unequal_variances_without_a_formula_are_limited(monkeypatch):
     monkeypatch.setattr(module, "MAX_PAIRS", 3)
-    with pytest.raises(TheoryError, match="4 pairs of unequal variance"):
+    with pytest.raises(TheoryError, match="4 pairs, over all layers"):
         dual("elu", torch.zeros(4), 1.0, 2.0)

@@ -87,21 +87,26 @@ def test_an_estimate_prints_what_was_compared():
     assert "predicted 0.15915" in str(estimate)
     assert (estimate.count, estimate.seed) == (4, 5)
     assert montecarlo.dual_activation("relu", 0.0, count=4, seed=5) == estimate
-    with pytest.raises(TheoryError, match="at least 2"):
-        montecarlo.dual_activation(count=1)
-    with pytest.raises(TheoryError, match="not 1"):
-        montecarlo.lemma1(1)
-    with pytest.raises(TheoryError, match="points, for a condition number"):
-        montecarlo.theorem1(points=1)
-    with pytest.raises(TheoryError, match="standard error"):
-        montecarlo.theorem1(count=1)
-    for measure in (montecarlo.theorem2, montecarlo.theorem3, montecarlo.dual_activation):
-        with pytest.raises(TheoryError, match=r"outside \[-1, 1\]"):
-            measure(rho=1.5)
-    with pytest.raises(TheoryError, match="at least 3"):
-        montecarlo.gradient_growth(depth=2)
-    with pytest.raises(TheoryError, match="at least 1"):
-        montecarlo.correlation_band(0)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: montecarlo.dual_activation(count=1), "count=1: use a whole number of at least 2"),
+        (lambda: montecarlo.theorem1(count=1), "count=1"),
+        (lambda: montecarlo.lemma1(seed="a"), "seed='a'"),
+        (lambda: montecarlo.lemma1(1), "n=1: use a whole number of at least 2"),
+        (lambda: montecarlo.theorem1(points=1), "points=1"),
+        (lambda: montecarlo.theorem2(rho=1.5), "outside [-1, 1]"),
+        (lambda: montecarlo.theorem3(rho=1.5), "outside [-1, 1]"),
+        (lambda: montecarlo.gradient_growth(depth=2), "at least 3"),
+        (lambda: montecarlo.correlation_band(0), "width=0"),
+    ],
+)
+def test_bad_input_is_named(call, says):
+    with pytest.raises(TheoryError) as caught:
+        call()
+    assert says in str(caught.value)
 
 
 def test_pairs_have_their_correlation():

@@ -51,12 +51,14 @@ def test_the_seed_decides_the_weights():
 @pytest.mark.parametrize(
     ("sizes", "transition", "says"),
     [
-        ((3, 0, 2), Transition(), "at least 1, not 0"),
+        ((3, "a", 2), Transition(), "width of a straight network='a'"),
         ((3, 1, 3), Transition("weight_mean"), "width of a weight_mean network"),
-        ((3, 8, 0), Transition(), "at least 1, not 0"),
+        ((3, 8, 0), Transition(), "depth=0"),
         ((3, 8, 2), "relu", "not 'relu'"),
     ],
 )
 def test_bad_input_is_named(sizes, transition, says):
     with pytest.raises(TheoryError, match=says):
         FiniteNetwork(*sizes, transition)
+    with pytest.raises(TheoryError, match="3 features each"):
+        FiniteNetwork(3, 8, 2, Transition())(torch.ones(2, 5))

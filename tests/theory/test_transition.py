@@ -82,12 +82,6 @@ def test_variance_fixed_points():
     assert float(t.iterate(-0.5, 300)[-1]) == pytest.approx(stable[0].rho, abs=1e-10)
 
 
-def test_tanh_meets_its_critical_line_where_the_slope_is_one():
-    assert Transition("straight", "tanh", 1.0, 0.0).chi1 <= 1
-    assert Transition("straight", "tanh", 1.05, 0.0).phase == "chaotic"
-    assert Transition("straight", "tanh", 0.95, 0.0).phase == "ordered"
-
-
 @pytest.mark.parametrize(("name", "w2"), [("tanh", 1.0), ("erf", math.pi / 4), ("softsign", 1.0)])
 def test_the_classic_edge_of_chaos_is_critical(name, w2):
     t = Transition("straight", name, w2)
@@ -96,6 +90,8 @@ def test_the_classic_edge_of_chaos_is_critical(name, w2):
     assert t.phase == "critical"
     with pytest.raises(TheoryError, match="dies out"):
         _ = t.fixed_points
+    assert Transition("straight", name, 1.05 * w2).phase == "chaotic"
+    assert Transition("straight", name, 0.95 * w2).phase == "ordered"
 
 
 def test_fixed_points_are_not_rounding():
@@ -128,15 +124,17 @@ def test_iterate_stacks_the_start_first():
         (lambda: Transition("straight", "rellu"), "did you mean"),
         (lambda: Transition(sigma_w2="steady"), "'stable'"),
         (lambda: Transition(sigma_w2=-1.0), "above 0"),
-        (lambda: Transition(sigma_b2=-0.1), "variance"),
+        (lambda: Transition(sigma_b2=-0.1), "sigma_b2=-0.1: use a finite number of at least 0"),
         (lambda: Transition(sigma_b2=1.0), "below 1"),
-        (lambda: Transition(sigma_b2=None), "not None"),
-        (lambda: Transition().variance_map(-1.0), "at least 0, not -1.0"),
-        (lambda: Transition(fan_in=1), "at least 2"),
-        (lambda: Transition(sigma_w2=None), "not None"),
+        (lambda: Transition(sigma_b2=None), "sigma_b2=None"),
+        (lambda: Transition().variance_map(-1.0), "q=-1.0"),
+        (lambda: Transition(fan_in=2.5), "fan_in=2.5: use a whole number of at least 2"),
+        (lambda: Transition(sigma_w2=True), "sigma_w2 (if not 'stable')=True"),
+        (lambda: Transition(sigma_w2=torch.ones(2)), "use a finite number above 0"),
+        (lambda: Transition(["x"]), "unknown kind ['x']"),
         (lambda: Transition()("half"), "not 'half'"),
         (lambda: Transition()(1.1), "outside [-1, 1]"),
-        (lambda: Transition().iterate(0.1, 0), "at least 1, not 0"),
+        (lambda: Transition().iterate(0.1, 0), "depth=0"),
         (lambda: Transition(activation="identity").fixed_points, "linear"),
         (lambda: Transition("straight", "softplus", 8.0)(0.1), "without bound"),
         (lambda: Transition("weight_mean", torch.sign).chi1, "has a step"),

@@ -14,9 +14,10 @@ import torch
 from safetensors.torch import load_file
 
 from mimicnorm.errors import RecipeError
-from mimicnorm.training.processes import Processes, joined
+from mimicnorm.training import network, step
+from mimicnorm.training.processes import Processes, init_process_group
 
-TWENTY_STEPS = {"model": "tiny:dry", "batch": 7, "epochs": 3, "milestones": [2]}  # shares of 4 and 3
+TWENTY_STEPS = {"model": "tiny:dry", "batch": 7, "epochs": 3, "milestones": [2 / 3]}  # shares of 4 and 3
 
 
 def apart(a: Path, b: Path) -> float:
@@ -50,7 +51,7 @@ def test_batch_norm_on_two_processes_runs_on_each_ones_share(tmp_path: Path):
 
 
 def test_all_processes_agree_on_divergence_and_errors(tmp_path: Path):
-    worse = {"method": "nonorm", "lr": 1e20, "warmup_epochs": 0.0}
+    worse = {"method": "nonorm", "lr": 1e20, "warmup": 0.0}
     for micro_batch in (0, 3):
         out = tmp_path / str(micro_batch)
         assert tiny.together(2, out, **worse, micro_batch=micro_batch) == [0, 0]
@@ -90,7 +91,7 @@ def test_a_single_process_communicates_nothing():
     alone = Processes(torch.device("cpu"))
     assert alone.any(True, False) == [True, False]
     assert alone.share(torch.arange(5)).tolist() == [0, 1, 2, 3, 4]
-    assert alone.from_main("x") == "x"
+    assert alone.on_main(lambda: "x") == "x"
 
 
 def test_shares_make_up_the_batch():
@@ -98,6 +99,38 @@ def test_shares_make_up_the_batch():
     assert shares == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
-def test_a_device_that_is_not_there_is_said():
-    with pytest.raises(RecipeError, match="device 'nowhere' cannot be used"), joined("nowhere"):
+def test_a_device_that_is_not_there_is_an_error():
+    with pytest.raises(RecipeError, match="device 'nowhere' cannot be used"), init_process_group("nowhere"):
         pass
+
+
+@pytest.mark.parametrize(("name", "expected"), [("auto", "cuda:3"), ("cuda", "cuda:3"), ("cuda:1", "cuda:1")])
+def test_each_process_sets_its_gpu_before_it_touches_cuda(monkeypatch, name, expected):
+    """Otherwise every process of a machine would open a context on the first GPU."""
+    touched = []
+
+    class Zeros:
+        def item(self):
+            return 0
+
+    def zeros(_, device):
+        touched.append(("tensor on", str(device)))
+        return Zeros()
+
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: touched.append(("current is", str(device))))
+    monkeypatch.setattr(torch, "zeros", zeros)
+    with init_process_group(name) as processes:
+        assert str(processes.device) == expected
+    assert touched == [("current is", expected), ("tensor on", expected)]
+
+
+def test_a_compiled_network_is_wrapped_for_several_processes_not_the_other_way_round(monkeypatch):
+    wrapped = []
+    monkeypatch.setattr(torch, "compile", lambda model: ("compiled", model))
+    monkeypatch.setattr(step, "DistributedDataParallel", lambda model, **_: wrapped.append(model) or "ddp")
+    r = tiny.recipe(compile=True)
+    trainer = step.Trainer(r, network(r, tiny.SOURCES[0]), Processes(torch.device("cpu"), 0, 2), 21)
+    assert trainer.model == "ddp"
+    assert wrapped == [("compiled", trainer.bare)]

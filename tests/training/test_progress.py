@@ -12,23 +12,22 @@ import tiny
 
 from mimicnorm.errors import MimicNormError
 from mimicnorm.training import progress
-from mimicnorm.training.progress import Progress, TensorBoard
+from mimicnorm.training.progress import Progress
 
 EPOCH = {"epoch": 1, "train_loss": 1.0, "train_accuracy": 0.5, "test_loss": None, "top1": 0.25, "top5": 1.0}
 
 
-def told(bar: Progress) -> None:
-    bar.start(0)
-    for step in range(1, 8):
-        bar.step(step)
-    bar.loss(7, 1, 1.234, 0.5)
-    bar.epoch({**EPOCH, "images_per_second": 123.4})
-    bar.close()
+def show_an_epoch(**options) -> None:
+    with Progress(tiny.recipe(), 21, **options) as bar:
+        for step in range(1, 8):
+            bar.step(step)
+        bar.loss(7, 1, 1.234, 0.5)
+        bar.epoch({**EPOCH, "images_per_second": 123.4})
 
 
 def test_plain_lines_where_there_is_no_terminal(capsys, monkeypatch):
     monkeypatch.setattr(progress, "SECONDS_BETWEEN_LINES", -1.0)
-    told(Progress(tiny.recipe(), 7))
+    show_an_epoch()
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("epoch 1/3  loss 1.234  accuracy 50.0%")
     assert first.endswith("min left")
@@ -39,21 +38,21 @@ def test_a_bar_on_a_terminal(monkeypatch):
     terminal = io.StringIO()
     console = rich.console.Console(file=terminal, force_terminal=True, width=160)
     monkeypatch.setattr(rich.console, "Console", lambda: console)
-    told(Progress(tiny.recipe(), 7))
+    show_an_epoch()
     assert "7/21" in terminal.getvalue()
     assert "loss 1.234" in terminal.getvalue()
     assert "top-1 25.00%" in terminal.getvalue()
 
 
 def test_nothing_if_not_shown(capsys):
-    told(Progress(tiny.recipe(), 7, shown=False))
+    show_an_epoch(shown=False)
     assert capsys.readouterr() == ("", "")
 
 
 def test_tensorboard_that_is_not_installed(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(MimicNormError, match="pip install tensorboard"):
-        TensorBoard(tmp_path, 0)
+        Progress(tiny.recipe(), 21, board=tmp_path)
 
 
 def test_a_reader_that_went_away_stops_nothing(monkeypatch):
@@ -61,5 +60,5 @@ def test_a_reader_that_went_away_stops_nothing(monkeypatch):
     os.close(reading)
     with os.fdopen(writing, "w") as nobody, monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", nobody)
-        told(Progress(tiny.recipe(), 7))
+        show_an_epoch()
         print("what follows goes nowhere", flush=True)

@@ -7,33 +7,45 @@ import json
 
 import pytest
 
-from mimicnorm import models
-from mimicnorm.errors import MimicNormError, NameNotFoundError, RecipeError
+from mimicnorm import data, models
+from mimicnorm.errors import NameNotFoundError, RecipeError
+from mimicnorm.methods import MimicNorm
 from mimicnorm.training import RECIPES, Recipe, recipe
+from mimicnorm.training.recipes import DATA_SETS, NETWORKS
+
+
+def schedule(r: Recipe) -> tuple:
+    """Warm-up and milestones in epochs."""
+    return tuple(round(fraction * r.epochs, 9) for fraction in (r.warmup, *r.milestones))
 
 
 def test_the_papers_rows():
     for name in ("vgg11", "vgg16", "resnet18", "resnet50", "squeezenet", "shufflenetv2"):
         r = recipe(f"cifar100-{name}")
         assert (r.lr, r.momentum, r.weight_decay, r.decay_scalars) == (0.1, 0.9, 5e-4, True)
-        assert (r.epochs, r.warmup_epochs, r.milestones, r.gamma) == (150, 2, (80, 110, 135), 0.1)
+        assert (r.epochs, r.gamma, schedule(r)) == (150, 0.1, (2, 80, 110, 135))
         assert r.batch == (128 if name == "resnet50" else 256)
     for name in ("vgg16", "resnet18", "resnet50", "resnet101"):
         r = recipe(f"imagenet-{name}")
-        assert (r.weight_decay, r.batch, r.epochs, r.milestones) == (1e-4, 256, 90, (30, 60, 85))
+        assert (r.weight_decay, r.batch, r.epochs, schedule(r)) == (1e-4, 256, 90, (2, 30, 60, 85))
     small = recipe("imagenet-shufflenetv2_x0_5")
-    assert (small.epochs, small.augment) == (200, "light")
+    assert (small.epochs, small.augment, small.warmup * 200) == (200, "light", 2)
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_names_a_network_and_survives_json(name):
+def test_every_recipe_names_a_network_and_survives_a_file(name, tmp_path):
     r = RECIPES[name]
     assert r.model in models.names()
-    assert max(r.milestones) < r.epochs
     assert (r.decay_scalars, r.channels_last, r.compile) == (True, True, False)  # the command line counts on it
-    again = json.loads(json.dumps(r.as_dict()))
-    assert again == r.as_dict()
-    assert Recipe(**{k: tuple(v) if isinstance(v, list) else v for k, v in again.items()}) == r
+    (tmp_path / "recipe.json").write_text(json.dumps(r.as_dict()))
+    assert recipe(str(tmp_path / "recipe.json")) == r
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"model": "mlp10"}', '{"model": "mlp10", "data": "digits", "odd": 1}'])
+def test_a_file_without_a_recipe_is_an_error(tmp_path, text):
+    (tmp_path / "recipe.json").write_text(text)
+    with pytest.raises(RecipeError, match=r"recipe\.json cannot be read as a recipe: "):
+        recipe(str(tmp_path / "recipe.json"))
 
 
 def test_a_recipe_is_frozen_and_changed_by_copy():
@@ -41,15 +53,17 @@ def test_a_recipe_is_frozen_and_changed_by_copy():
     assert (r.epochs, r.width, RECIPES["cifar100-resnet18"].epochs) == (3, 0.5, 150)
     with pytest.raises(dataclasses.FrozenInstanceError):
         r.lr = 1.0  # type: ignore[misc]
+    assert recipe("cifar100-resnet18-desk", model="timm:resnet18").width == 1.0
+    assert recipe("cifar100-resnet18-desk", model="timm:resnet18", width=0.5).width == 0.5
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
         *({"batch": 0}, {"epochs": 0}, {"epochs": 1.5}, {"lr": 0.0}, {"lr": float("nan")}, {"lr": float("inf")}),
-        *({"lr": "0.1"}, {"precision": "fp8"}, {"seed": -1}, {"seed": 2**70}, {"limit": -1}, {"scalar_rate": -1.0}),
-        *({"milestones": (1, -2)}, {"warmup_epochs": float("inf")}, {"momentum": 1.0}, {"init": "None"}),
-        *({"milestones": (12,)}, {"milestones": (2, 5), "epochs": 5}),
+        *({"lr": "0.1"}, {"precision": "fp8"}, {"seed": -1}, {"seed": 2**63}, {"limit": -1}, {"scalar_rate": -1.0}),
+        *({"milestones": (0.5, -0.2)}, {"warmup": float("inf")}, {"warmup": 2.0}, {"momentum": 1.0}, {"init": "None"}),
+        *({"milestones": (80, 110)}, {"milestones": (1.0,)}, {"milestones": ("0.5",)}, {"scalar_rate": 0}),
         *({"compile": "no"}, {"channels_last": 0}, {"batch": True}, {"micro_batch": False}, {"scalar_rate": True}),
     ],
 )
@@ -58,31 +72,47 @@ def test_impossible_fields_are_refused(wrong):
         recipe("digits-mlp10", **wrong)
 
 
+def test_the_names_that_are_checked_before_torch_loads_are_all_there_are():
+    assert list(NETWORKS) == models.names()
+    assert [*DATA_SETS, "folder:PATH"] == data.names()
+
+
 def test_a_wrong_name_lists_near_ones():
     with pytest.raises(NameNotFoundError, match="Near ones: cifar100-resnet18"):
         recipe("cifar-resnet18")
-    assert issubclass(RecipeError, MimicNormError)
 
 
-def test_the_schedule_follows_the_epochs_unless_it_is_given():
-    def schedule(name, **changes):
-        r = recipe(name, **changes)
-        return r.milestones, r.warmup_epochs
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"width": 0.25}, 12),
+        ({"width": 0.25, "method": "weight-mean"}, 12),
+        ({"width": 0.01}, 1),
+        ({"width": 1.0}, 50),
+        ({"width": 2.0}, 50),
+        ({"width": 0.25, "settings": ("min_fan_in=50",)}, 50),
+        ({"width": 0.25, "model": "tiny:net"}, 50),
+        ({"width": 0.25, "method": "nonorm"}, 50),
+    ],
+)
+def test_the_least_fan_in_of_centred_layers_follows_the_width(changes, expected):
+    assert recipe("cifar100-resnet18", **changes).configured_method().min_fan_in == expected
+    assert MimicNorm().min_fan_in == 50
 
-    assert schedule("cifar100-resnet18", epochs=3) == ((2,), 0.75)
-    assert schedule("cifar100-resnet18", epochs=300) == ((160, 220, 270), 2.0)
-    assert schedule("cifar100-resnet18-desk", epochs=10) == ((5, 7, 9), 2.0)  # the paper's, not the desk's rounded ones
-    assert schedule("digits-mlp10", epochs=1) == ((), 0.25)
-    assert schedule("digits-mlp10", epochs=4, milestones=(3,), warmup_epochs=2.0) == ((3,), 2.0)
-    assert all(recipe(name) == known for name, known in RECIPES.items())
+
+def test_a_resolved_recipe_names_every_setting_and_resolves_to_itself():
+    r = recipe("digits-resnet10", settings=("residual=None",)).resolved()
+    assert r.settings == ("last_norm=true", "min_fan_in=12", "residual=null")
+    assert r.resolved() == r
+    assert recipe("digits-resnet10", method="fixup").resolved().scalar_rate == 0.1
+    with pytest.raises(RecipeError, match="'gain=2' is not a NAME=VALUE that mimicnorm has"):
+        recipe("digits-resnet10", settings=("gain=2",)).resolved()
 
 
-def test_what_a_seed_may_be_is_said():
-    with pytest.raises(RecipeError, match=r"at least 0 and below 2\^63"):
-        recipe("digits-mlp10", seed=2**63)
-
-
-def test_short_runs_are_not_cut_at_once():
-    assert recipe("imagenet-resnet50", epochs=1).milestones == ()
-    assert recipe("cifar100-resnet18", epochs=2).milestones == (1,)
-    assert recipe("cifar100-resnet18", epochs=3).milestones == (2,)
+def test_the_key_of_a_run_is_that_of_its_resolved_recipe(monkeypatch):
+    key = recipe("digits-resnet10").key()
+    assert recipe("digits-resnet10", method="Mimic_Norm", settings=("min_fan_in=12",)).key() == key
+    assert recipe("digits-resnet10", seed=1).key() != key
+    monkeypatch.setattr(MimicNorm, "min_fan_in", 100)  # what the method does by default has changed
+    monkeypatch.setattr(MimicNorm.__init__, "__kwdefaults__", {**MimicNorm.__init__.__kwdefaults__, "min_fan_in": 100})
+    assert recipe("digits-resnet10").key() != key

@@ -24,7 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from mimicnorm.cli import main
 from mimicnorm.data import Memory
 from mimicnorm.errors import MimicNormError
-from mimicnorm.training import Recipe, checkpoint, loop
+from mimicnorm.training import Recipe, loop, network, state
+from mimicnorm.training.processes import Processes
+from mimicnorm.training.step import Trainer
 
 TRAINING = str(Path(loop.__file__).parent)
 
@@ -63,8 +65,13 @@ SOURCES = (source(56), source(24, seed=1))
 
 
 def recipe(**changes: Any) -> Recipe:
-    fields = {"batch": 8, "epochs": 3, "warmup_epochs": 1.0, "milestones": (2,), "log_every": 3, "lr": 0.05}
-    return Recipe(**{"model": "tiny:net", "data": "tiny", **fields, **changes})
+    fields = {"batch": 8, "epochs": 3, "warmup": 1 / 3, "milestones": (2 / 3,), "log_every": 3, "lr": 0.05}
+    return Recipe(**{"model": "tiny:net", "data": "digits", **fields, **changes})
+
+
+def trainer(**changes: Any) -> Trainer:
+    r = recipe(**changes)
+    return Trainer(r, network(r, SOURCES[0]), Processes(torch.device("cpu")), 21)
 
 
 def train(out: Path | str, checkpoint_steps: int = 2, **changes: Any) -> Any:
@@ -139,7 +146,7 @@ def killed_in_write(number: int, part: float, out: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         real_replace(old, new)
 
-    checkpoint.open = torn_open  # type: ignore[attr-defined]
+    state.open = torn_open  # type: ignore[attr-defined]
     os.replace = no_replace
     train(out)
 
@@ -187,19 +194,12 @@ def signalled(number: int, at_step: int, out: str, words: tuple[str, ...] = ()) 
     sys.exit(command(out, *words))
 
 
-def command(out: str, *words: str) -> int:
-    """``mimicnorm train`` with this file's network and data."""
+def command(out: str | Path, *words: str) -> int:
+    """``mimicnorm train`` with this file's recipe and data."""
     loop.load = lambda *_: SOURCES
-    r = recipe().as_dict()
-    fields = [w for k, v in r.items() for w in _flag(k, v)]
-    return main(["train", "digits-mlp10", "--out", str(out), *fields, *words])
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    name = name.replace("_", "-")
-    if isinstance(value, bool):
-        return [f"--{name}" if value else f"--no-{name}"]
-    return [f"--{name}", *map(str, value)] if isinstance(value, list) else [f"--{name}", str(value)]
+    path = Path(f"{out}.recipe.json")
+    path.write_text(json.dumps(recipe().as_dict()))
+    return main(["train", str(path), "--out", str(out), *words])
 
 
 def one_of(rank: int, size: int, meeting: str, out: str, changes: dict) -> None:

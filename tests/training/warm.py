@@ -15,14 +15,10 @@ from typing import Any
 import tiny
 import torch
 
-from mimicnorm.training.build import network
-from mimicnorm.training.processes import Processes
-from mimicnorm.training.step import Trainer
-
 
 def serve() -> None:
     torch.set_num_threads(1)
-    Trainer(tiny.recipe(), network(tiny.recipe(), tiny.SOURCES[0]), Processes(torch.device("cpu")), 1)
+    tiny.trainer()
     for line in sys.stdin:
         children = [_forked(*job) for job in json.loads(line)]
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]

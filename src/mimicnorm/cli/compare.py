@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 import sys
@@ -10,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mimicnorm.cli.train import folder, with_recipe_flags
-from mimicnorm.training.recipes import Recipe
+from mimicnorm.arguments import positive_int
+from mimicnorm.cli.train import folder, given_fields, with_recipe_flags
 
 _PER_RUN = ("method", "settings", "seed")
 
@@ -44,26 +43,25 @@ class Options:
 
     def run(self) -> None:
         """Compare, print the table, say where the page is."""
-        from mimicnorm import report
-        from mimicnorm.cli.console import Console
-        from mimicnorm.compare import Job, base_recipe, contestants, run
-        from mimicnorm.errors import RecipeError
+        from mimicnorm.compare.job import Job, base_recipe, entries
 
         for name, least in (("seeds", 1), ("rounds", 0), ("jobs", 0)):
-            if getattr(self, name) < least:
-                raise RecipeError(f"--{name} must be at least {least}, not {getattr(self, name)}")
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe) if f.name not in _PER_RUN}
-        chosen = base_recipe(given.pop("data") or "digits", **given)
+            positive_int(getattr(self, name), f"--{name}", least=least)
+        chosen = base_recipe(**given_fields(self))
         out = folder(self.out, re.sub(r"[:/]+", "-", f"compare-{chosen.model}-{chosen.data}"))
         command = shlex.join(["mimicnorm", *sys.argv[1:]])
-        job = Job(chosen, contestants(self.methods, self.seeds), self.rounds, self.largest_lr, command)
-        try:
-            data = run(job, out, data_dir=self.data_dir, device=self.device, jobs=self.jobs)
-        except KeyboardInterrupt:  # between two runs; inside one it is a result
-            data = dict[str, Any](status="interrupted", signal=2)
+        job = Job(chosen, entries(self.methods, self.seeds), self.rounds, self.largest_lr, command)
+        for entry in job.entries:
+            job.run_recipe(entry).check_names()
+
+        from mimicnorm import report
+        from mimicnorm.cli.console import Console
+        from mimicnorm.compare import run
+
+        data = run(job, out, data_dir=self.data_dir, device=self.device, jobs=self.jobs)
         if data["status"] == "interrupted":
             print(f"interrupted; what is finished is in {out}. The same command goes on from there", file=sys.stderr)
-            raise SystemExit(128 + (data["signal"] or 2))
+            raise SystemExit(128 + data["signal"])
         Console().print(report.table(data))
         print(f"wrote {out / 'compare.json'} and {out / 'report.html'}")
 

@@ -1,4 +1,4 @@
-"""``mimicnorm theory``: the paper's theory, running: gains, figures, Monte Carlo checks, the signal doctor."""
+"""``mimicnorm theory``: gains, figures, Monte Carlo checks, the signal doctor."""
 
 from __future__ import annotations
 
@@ -46,18 +46,19 @@ class Figure:
     inputs: str | None = None
     """Samples instead of a Gaussian mixture: a data set (mnist, digits, ...) or a .npy file (m, ...)."""
     data_dir: str | None = None
-    """Where the data set's files are; else MIMICNORM_DATA says, else they come from the hub."""
+    """Folder of the data set's files; by default MIMICNORM_DATA, else they are downloaded from the hub."""
     seed: int = 0
     """Seed of samples and weights."""
 
     def run(self) -> None:
-        """Draw and say where."""
+        """Draw the figure and print its path."""
+        from mimicnorm.pictures import require_picture
         from mimicnorm.theory import figures
 
         _require_seed(self.seed)
         path = f"theory-{self.name}.png" if self.out is None else self.out
         if self.name in figures.NAMES:
-            figures.require_picture(path)  # before data are fetched
+            require_picture(path)  # before data are fetched
         inputs = None if self.inputs is None else _samples(self.inputs, self.data_dir)
         figures.draw(self.name, path, inputs=inputs, seed=self.seed)
         print(f"wrote {path}")
@@ -65,7 +66,7 @@ class Figure:
 
 @dataclass
 class Check:
-    """Hold the theorems against Monte Carlo: estimate, standard error, prediction."""
+    """Compare the theorems with Monte Carlo: estimate, standard error, prediction."""
 
     seed: int = 0
     """Seed of the draws."""
@@ -92,14 +93,14 @@ class Check:
 
 @dataclass
 class Doctor:
-    """Show variance, correlation and gradient through a network, before and after conversion."""
+    """Show variance, correlation and gradient through a network, before and after conversion, with a verdict."""
 
     model: Annotated[str, tyro.conf.Positional]
     """A network of this package (resnet18, vgg16, ...), timm:NAME, torchvision:NAME, or package.module:factory."""
     method: str = "mimicnorm"
     """What to convert with."""
     image: int | None = None
-    """Height and width of the input; the model's own default if not given."""
+    """Height and width of the input; the model's default if not given."""
     input: Literal["imagenet", "cifar"] | None = None
     """Stem of a network of this package: imagenet (224 px), or cifar (32 px), without stride."""
     width: float | None = None
@@ -124,16 +125,17 @@ class Doctor:
         from mimicnorm.methods import method
         from mimicnorm.models import find
         from mimicnorm.models.lookup import input_shape
+        from mimicnorm.pictures import require_picture
         from mimicnorm.surgery.convert import convert
         from mimicnorm.surgery.example import call_arguments
-        from mimicnorm.theory import TheoryError, doctor, figures
+        from mimicnorm.theory import TheoryError, doctor
 
         samples = self.shape[0] if self.shape else self.batch
         if samples < 2:
             flag = "the first number of --shape" if self.shape else "--batch"
             raise TheoryError(f"{flag} must be at least 2, not {samples}: a correlation needs two samples.")
         if self.plot is not None:
-            figures.require_picture(self.plot)
+            require_picture(self.plot)
         chosen = method(self.method)
         model = find(self.model, input=self.input, width=self.width, image=self.image)
         shape = input_shape(model, batch=self.batch, image=self.image, shape=self.shape)
@@ -154,12 +156,14 @@ class Doctor:
             for when in ("before", "after"):
                 table.add_column(f"{quantity}\n{when}", justify="right", no_wrap=True)
         for use, a in before.items():
-            b = after.get(use)  # a head with its own LastNorm is a leaf no more
+            b = after.get(use)  # a head with a LastNorm inside is not a leaf
             cells = [a.name]
             for quantity in ("variance", "correlation", "gradient"):
                 cells += [f"{getattr(a, quantity):.3g}", "" if b is None else f"{getattr(b, quantity):.3g}"]
             table.add_row(*cells)
         Console().print(table)
+        for name, signal in signals.items():
+            Console().print(f"{name} is {signal.verdict()}", highlight=False)
 
 
 def _require_seed(seed: int) -> None:
@@ -192,18 +196,18 @@ def _samples(path: str, data_dir: str | None) -> torch.Tensor:
 
 
 def _by_use(layers: Sequence[Any]) -> dict[tuple[str, int], Any]:
-    """Layers by name and how often it was used before."""
+    """Return layers by their name and the number of earlier uses of it."""
     uses: Counter[str] = Counter()
-    found = {}
+    by_use = {}
     for layer in layers:
-        found[layer.name, uses[layer.name]] = layer
+        by_use[layer.name, uses[layer.name]] = layer
         uses[layer.name] += 1
-    return found
+    return by_use
 
 
 @dataclass
 class Theory:
-    """The paper's theory, running."""
+    """Compute, draw, check and apply the paper's theory."""
 
     what: (
         Annotated[Gains, tyro.conf.subcommand("gains")]

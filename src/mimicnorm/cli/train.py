@@ -1,4 +1,4 @@
-"""``mimicnorm train``: one recipe, every field of it a flag, in a folder that can be gone on with."""
+"""``mimicnorm train``: one recipe, every field of it a flag, in a folder that a later call goes on with."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Options:
     """Train one recipe; the same command again goes on where it stopped."""
 
     recipe: Annotated[str, tyro.conf.Positional]
-    """The recipe, such as cifar100-resnet18, cifar100-resnet18-desk or digits-resnet10."""
+    """The recipe, such as cifar100-resnet18, cifar100-resnet18-desk or digits-resnet10; or the recipe.json of a run."""
     out: str | None = None
     """The run's folder; runs/RECIPE-METHOD-seedN if not given."""
     data_dir: Path | None = None
@@ -36,30 +36,37 @@ class Options:
     """cpu, cuda, ...; auto is the GPU if there is one."""
 
     def run(self) -> None:
-        """Train, or go on; say how it ended."""
+        """Train, or go on; print how it ended."""
+        chosen = recipe(self.recipe, **given_fields(self))
+        chosen.check_names()
+        out = folder(self.out, f"{Path(self.recipe).stem}-{chosen.method}-seed{chosen.seed}")
+
         from mimicnorm.training import train
 
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe)}
-        chosen = recipe(self.recipe, **{k: v for k, v in given.items() if v is not None})
-        out = folder(self.out, f"{self.recipe}-{chosen.method}-seed{chosen.seed}")
         options = ("data_dir", "tensorboard", "checkpoint_steps", "checkpoint_seconds", "device")
         result = train(chosen, out, **{k: getattr(self, k) for k in options})
         if result.status == "interrupted":
             raise SystemExit(128 + (result.signal or 2))
         top1 = "" if result.top1 is None else f", top-1 {result.top1:.2%}"
-        if os.environ.get("RANK", "0") == "0":  # of torchrun's processes, one speaks
+        if os.environ.get("RANK", "0") == "0":  # one of torchrun's processes prints
             print(f"{result.status} at step {result.step}{top1}: {out}")
 
 
 def folder(given: str | None, usual: str) -> Path:
-    """The folder that --out names, or one under runs; an empty name (an unset variable) is none."""
+    """Return the folder that --out names, or one under runs; an empty name (an unset variable) is an error."""
     if given is not None and not given.strip():
         raise RecipeError("--out is empty: give a folder, or leave it out")
     return Path("runs") / usual if given is None else Path(given)
 
 
+def given_fields(options: Any) -> dict[str, Any]:
+    """Return the fields of a recipe that were given as flags; a switch counts as given if it is not at its default."""
+    fields = [(f, getattr(options, f.name, None)) for f in dataclasses.fields(Recipe)]
+    return {f.name: value for f, value in fields if value is not None and (f.type != "bool" or value != f.default)}
+
+
 def with_recipe_flags(options: type, name: str, without: tuple[str, ...] = ()) -> Any:
-    """Options with one flag per field of a recipe, so that none is written twice; what is not given stays."""
+    """Add one flag per field of a recipe to options, so that none is written twice; the default is the recipe's."""
     types = get_type_hints(Recipe)
     body: Any = ast.parse(inspect.getsource(Recipe)).body[0]
     pairs = zip(body.body, body.body[1:], strict=False)

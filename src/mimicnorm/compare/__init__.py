@@ -5,7 +5,19 @@
 Start reading in ``run.py``.
 """
 
-from mimicnorm.compare.job import Contestant, Job, base_recipe, contestants
-from mimicnorm.compare.run import run
+from __future__ import annotations
 
-__all__ = ["Contestant", "Job", "base_recipe", "contestants", "run"]
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__all__ = ["Entry", "Job", "base_recipe", "entries", "run"]
+
+if TYPE_CHECKING:
+    from mimicnorm.compare.job import Entry, Job, base_recipe, entries
+    from mimicnorm.compare.stages import run
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'mimicnorm.compare' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"mimicnorm.compare.{'stages' if name == 'run' else 'job'}"), name)

@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections import deque
 from typing import Any
 
-from mimicnorm.compare.job import Contestant, Job
+from torch import nn
+
 from mimicnorm.data import Source
 from mimicnorm.errors import NonFiniteError
 from mimicnorm.training.build import network
 from mimicnorm.training.processes import Processes
-from mimicnorm.training.schedule import batches_of
-from mimicnorm.training.step import Trainer
+from mimicnorm.training.recipes import Recipe
+from mimicnorm.training.step import Trainer, epoch_batches
 
 STEPS, DOUBLINGS = 100, 10
 
 
-def largest_lr(
-    job: Job, contestant: Contestant, source: Source, processes: Processes, steps: int = STEPS
-) -> dict[str, Any]:
-    """Search the largest stable learning rate, to a factor of sqrt(2).
+def largest_lr(recipe: Recipe, source: Source, processes: Processes, steps: int = STEPS) -> dict[str, Any]:
+    """Search the largest stable learning rate, to a factor of sqrt(2), from the recipe's rate on.
 
     Stable is a run of ``steps`` steps (the rate rises over the first fifth, then stays) whose loss is always finite
-    and, over the last ten steps, below that of guessing. The search begins at the recipe's rate.
+    and, over the last ten steps, below that of guessing.
     """
+    model = network(recipe, source)
 
     def stable(lr: float) -> bool:
-        return _trains(job, contestant, source, processes, lr, steps)
+        return _trains(dataclasses.replace(recipe, lr=lr), copy.deepcopy(model), source, processes, steps)
 
-    lr, tried = job.recipe.lr, 0
+    lr, tried = recipe.lr, 0
     if stable(lr):
         while tried < DOUBLINGS and stable(2 * lr):
             lr, tried = 2 * lr, tried + 1
@@ -40,28 +41,20 @@ def largest_lr(
             if stable(lr):
                 break
         else:
-            return {"value": None, "steps": steps, "why_not": f"unstable from {job.recipe.lr:g} down to {lr:g}"}
+            return {"value": None, "steps": steps, "why_not": f"unstable from {recipe.lr:g} down to {lr:g}"}
     if tried < DOUBLINGS and stable(lr * math.sqrt(2)):
         lr *= math.sqrt(2)
-    return {"value": lr, "steps": steps, "at_least": tried == DOUBLINGS and lr > job.recipe.lr}
+    return {"value": lr, "steps": steps, "at_least": tried == DOUBLINGS and lr > recipe.lr}
 
 
-def _trains(job: Job, contestant: Contestant, source: Source, processes: Processes, lr: float, steps: int) -> bool:
-    recipe = dataclasses.replace(
-        job.run_recipe(contestant),
-        lr=lr,
-        milestones=(),
-        warmup_epochs=0.2,
-        epochs=1,
-        batch=min(job.recipe.batch, len(source)),
-    )
-    trainer = Trainer(recipe, network(recipe, source), processes, steps_per_epoch=steps)
+def _trains(recipe: Recipe, model: nn.Module, source: Source, processes: Processes, steps: int) -> bool:
+    recipe = dataclasses.replace(recipe, milestones=(), warmup=0.2, batch=min(recipe.batch, len(source)))
+    trainer = Trainer(recipe, model, processes, steps)
     last: deque[float] = deque(maxlen=10)
     step = epoch = 0
     while step < steps:
-        order = batches_of(recipe, len(source), epoch)[: steps - step]
-        found = source.batches(order, seed=0, epoch=epoch, augment=True, device=processes.device)
-        for images, labels in found:
+        order = epoch_batches(recipe, len(source), epoch)[: steps - step]
+        for images, labels in source.batches(order, seed=0, epoch=epoch, augment=True, device=processes.device):
             try:
                 loss = float(trainer.step(images, labels, step)[0])
             except NonFiniteError:

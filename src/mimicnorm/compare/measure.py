@@ -4,77 +4,77 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mimicnorm import memory
-from mimicnorm.compare.job import Contestant, Job
+from mimicnorm.compare.job import Entry, Job
 from mimicnorm.compare.timing import interleaved, summary
 from mimicnorm.data import Source
 from mimicnorm.errors import MemoryPredictionError, RefusedError
-from mimicnorm.methods import BatchNorm
-from mimicnorm.surgery.planning import plan
-from mimicnorm.training.build import narrowed, network
+from mimicnorm.surgery.plan import Plan
+from mimicnorm.training.build import converted, first_batch
 from mimicnorm.training.processes import Processes
 from mimicnorm.training.step import DTYPES, Trainer, mean_loss, optimizer
 
 
-def applied(job: Job, source: Source) -> dict[str, dict[str, Any]]:
-    """Apply every method to the network, so that what cannot be done is known before anything is trained.
+def applied(job: Job, source: Source, processes: Processes) -> tuple[dict[str, Trainer], dict[str, dict[str, Any]]]:
+    """Apply every method to the network once, so that what cannot be done is known before anything is trained.
 
-    Returns, by label, the plan as data, the number of parameters, and a note on what the width changed.
+    Returns:
+        By label, what takes the training steps, at a learning rate so small that no step is special; and the plan as
+        data, the number of parameters, and a note on what the width changed.
 
     Raises:
         RefusedError: Names each method that the network cannot take, and why.
     """
-    bare = network(dataclasses.replace(job.recipe, method="batchnorm", settings=(), seed=0), source)
-    example = first_images(source, 2)
-    done, refused = {}, []
-    for contestant in job.contestants:
+    trainers, plans, refused = {}, {}, []
+    for entry in job.entries:
+        recipe = dataclasses.replace(job.run_recipe(entry), lr=1e-9)
         try:
-            converted = network(job.run_recipe(contestant), source)
+            model, plan = converted(recipe, source)
         except RefusedError as error:
             reasons = "; ".join(str(r) for r in error.refusals) or str(error)
-            refused.append(f"{contestant.label} cannot be applied to {job.recipe.model}: {reasons}")
+            refused.append(f"{entry.label} cannot be applied to {recipe.model}: {reasons}")
             continue
-        conversion = getattr(converted, "_mimicnorm", None)
-        planned = plan(
-            bare, conversion.method if conversion else BatchNorm(), example=example, init=job.recipe.starting
-        )
-        done[contestant.label] = {
-            "parameters": sum(p.numel() for p in converted.parameters()),
-            "note": note(job, contestant),
-            "plan": {
-                "method": planned.as_dict()["method"],
-                "init": planned.init,
-                "rows": [list(row) for row in planned.rows()],
-                "summary": str(planned).rpartition("\n\n")[2].splitlines(),
-            },
-        }
+        parameters = sum(p.numel() for p in model.parameters())
+        plans[entry.label] = {"parameters": parameters, "note": note(job, entry), "plan": _as_data(plan)}
+        trainers[entry.label] = Trainer(recipe, model, processes, steps=1)
     if refused:
         raise RefusedError(" ".join((*refused, "Nothing was trained: leave such methods out of --methods.")))
-    return done
+    return trainers, plans
 
 
-def note(job: Job, contestant: Contestant) -> str:
-    """What the method's settings are in a network of this width, where nobody gave them."""
-    changed = narrowed(job.run_recipe(contestant))
-    return ", ".join(f"{k}={v} at width {job.recipe.width:g}" for k, v in changed.items())
+def _as_data(plan: Plan) -> dict[str, Any]:
+    return {
+        "method": plan.as_dict()["method"],
+        "init": plan.init,
+        "rows": [list(row) for row in plan.rows()],
+        "summary": str(plan).rpartition("\n\n")[2].splitlines(),
+    }
 
 
-def memory_of(job: Job, contestant: Contestant, source: Source, processes: Processes) -> dict[str, Any]:
-    """Bytes saved for backward per image, and the predicted peak of a step, both of the step that is trained.
+def note(job: Job, entry: Entry) -> str:
+    """Say which setting of the method follows the width of the network, where nobody gave it."""
+    recipe = job.run_recipe(entry)
+    here = dataclasses.asdict(recipe.configured_method())
+    wide = dataclasses.asdict(dataclasses.replace(recipe, width=1.0).configured_method())
+    return ", ".join(f"{k}={v} at width {recipe.width:g}" for k, v in here.items() if v != wide[k])
+
+
+def memory_of(trainer: Trainer, source: Source) -> dict[str, Any]:
+    """Predict the bytes saved for backward per image and the peak of a step, both of the step that is trained.
 
     That is: the trainer's network on its device, compiled and channels last as the recipe says, its optimizer, and the
     recipe's batch, at once or in micro-batches. Where the compiled network cannot be predicted, the plain one is, and
     ``note`` says so.
     """
-    recipe = job.run_recipe(contestant)
-    trainer = Trainer(recipe, network(recipe, source), processes, steps_per_epoch=1)
-    shape = (recipe.batch, *source.shape)
-    images = torch.empty(shape, device=processes.device, memory_format=trainer.format)  # never written: no memory yet
+    recipe = trainer.recipe
+    shape, device = (recipe.batch, *source.shape), trainer.processes.device
+    images = torch.empty(shape, device=device, memory_format=trainer.format)  # never written: no memory yet
 
     def predicted(model: nn.Module) -> dict[str, Any]:
         analysis = memory.measure(
@@ -98,25 +98,22 @@ def memory_of(job: Job, contestant: Contestant, source: Source, processes: Proce
     return {"why_not": why}
 
 
-def times(job: Job, source: Source, processes: Processes) -> dict[str, dict[str, Any]]:
-    """Time per training step of every method on the same batch, interleaved; ratios are to the first method."""
-    images, labels = (t.to(processes.device) for t in batch(source, job.recipe.batch))
-
-    def step_of(contestant: Contestant) -> Any:
-        recipe = dataclasses.replace(job.run_recipe(contestant), lr=1e-9)  # the weights stay: no step is special
-        trainer = Trainer(recipe, network(recipe, source), processes, steps_per_epoch=1)
-        return lambda: trainer.step(images, labels, 0)[0].item()  # reading the loss waits for the device
-
-    steps = {contestant.label: step_of(contestant) for contestant in job.contestants}
-    return summary(interleaved(steps, rounds=job.rounds), job.contestants[0].label)
+def memory_by_method(trainers: Mapping[str, Trainer], source: Source) -> dict[str, dict[str, Any]]:
+    """Predict the memory of every method, with ratios to the first where both are compiled or neither is."""
+    amounts = {label: memory_of(trainer, source) for label, trainer in trainers.items()}
+    first = next(iter(amounts.values()))
+    for entry in amounts.values():
+        if "why_not" not in {*entry, *first} and ("note" in entry) == ("note" in first):
+            entry["saved_ratio"] = entry["saved_bytes_per_image"] / first["saved_bytes_per_image"]
+            entry["peak_ratio"] = entry["peak_bytes"] / first["peak_bytes"]
+    return amounts
 
 
-def first_images(source: Source, count: int) -> Tensor:
-    """The first images of a source as they are."""
-    return batch(source, count)[0]
-
-
-def batch(source: Source, count: int) -> tuple[Tensor, Tensor]:
-    """The first images of a source and their labels."""
-    few = torch.arange(min(count, len(source)))
-    return next(iter(source.batches([few], seed=0, epoch=0, augment=False)))
+def times(trainers: Mapping[str, Trainer], source: Source, rounds: int) -> dict[str, dict[str, Any]]:
+    """Time a training step of every method on the same batch, interleaved; ratios are to the first method."""
+    first = next(iter(trainers.values()))
+    images, labels = (t.to(first.processes.device) for t in first_batch(source, first.recipe.batch))
+    steps = {  # reading the loss waits for the device
+        label: lambda trainer=trainer: trainer.step(images, labels, 0)[0].item() for label, trainer in trainers.items()
+    }
+    return summary(interleaved(steps, rounds=rounds), next(iter(trainers)))

@@ -12,7 +12,7 @@ class Aliases:
         self._views: dict[int, list[Tensor]] = {}
 
     def add(self, t: Tensor) -> None:
-        """Note a tensor; it is kept alive, so that its memory is not used again."""
+        """Note a tensor, and keep it alive: its memory must not be used again."""
         views = self._views.setdefault(storage_of(t), [])
         if not any(t is v for v in views):
             views.append(t)
@@ -26,7 +26,7 @@ def storage_of(t: Tensor) -> int:
     """What is equal for two tensors that share memory, while they live."""
     try:
         return t.untyped_storage()._cdata
-    except (NotImplementedError, RuntimeError):  # sparse and other tensors without a storage of their own
+    except (NotImplementedError, RuntimeError):  # sparse and other tensors without a storage
         return id(t)
 
 

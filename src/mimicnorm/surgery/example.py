@@ -85,9 +85,9 @@ def tensors_in(values: Any) -> list[Tensor]:
             flat.append(value)
         elif not isinstance(value, _NO_CONTAINERS) and id(value) not in seen:
             seen[id(value)] = value
-            held, deeper = _contents(value)
+            contents, deeper = _contents(value)
             if depth + deeper <= _NESTED_OBJECTS:
-                waiting += [(inner, depth + deeper) for inner in reversed(held)]
+                waiting += [(inner, depth + deeper) for inner in reversed(contents)]
     return flat
 
 
@@ -113,5 +113,5 @@ def is_shape(example: Any) -> bool:
 
 def describe(args: tuple, kwargs: dict) -> str:
     """Shapes and types of call arguments, for messages."""
-    found = (f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors_in((args, kwargs)))
-    return ", ".join(found) or "no tensor"
+    shapes = (f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors_in((args, kwargs)))
+    return ", ".join(shapes) or "no tensor"

@@ -67,7 +67,7 @@ def owner(norm: Node) -> Node | None:
 
 
 def before_norm(norm: Node) -> Node:
-    """What made a BatchNorm's input: the first operation behind views, activations and their like."""
+    """What made a BatchNorm's input: the first operation before views, activations and their like."""
     return walk_back(norm.inputs[0], _TO_LAYERS)
 
 
@@ -84,26 +84,26 @@ def _only_normalised(node: Node) -> bool:
 
 
 def on_raw_input(norm: Node) -> bool:
-    """Whether a BatchNorm normalises the model's own input."""
+    """Whether a BatchNorm normalises the model's input."""
     return walk_back(norm.inputs[0], RESHAPED).kind is Kind.INPUT
 
 
 def reached_layers(node: Node) -> list[Node]:
     """The weight layers that a tensor reaches first, through activations, pooling, dropout, views and modulation."""
-    found: list[Node] = []
+    layers: list[Node] = []
     front, seen = [(node, user) for user in node.users], set()
     while front:
         before, user = front.pop()
         if user in seen:
             continue
         if user.kind is Kind.LAYER:
-            found += [user] if user.layer is not None else []
+            layers += [user] if user.layer is not None else []
         elif _passes(before, user):
             front += [(user, u) for u in user.users]
         else:
             continue  # perhaps it is come upon again, from what it carries
         seen.add(user)
-    return sorted(found, key=lambda n: n.index)
+    return sorted(layers, key=lambda n: n.index)
 
 
 def _passes(before: Node, user: Node) -> bool:
@@ -115,11 +115,11 @@ def _passes(before: Node, user: Node) -> bool:
 
 def _modulated(product: Node) -> bool:
     """Whether a tensor is scaled by numbers that come from elsewhere: a conditional norm's gamma."""
-    kept = carried(product)
-    if kept is None:
+    gated = carried(product)
+    if gated is None:
         return False
-    others = [n for n in product.inputs if n is not kept]
-    return all(n.shape != kept.shape and not n.ancestors >> kept.index & 1 for n in others)
+    others = [n for n in product.inputs if n is not gated]
+    return all(n.shape != gated.shape and not n.ancestors >> gated.index & 1 for n in others)
 
 
 def reaches_activation(node: Node) -> bool:
@@ -134,37 +134,37 @@ def gate_layers(graph: Graph) -> set[str]:
     What an output depends on by way of gates alone: cut the edge from each gate to its product, and these layers
     are cut off.
     """
-    found, wanted = 0, 0
+    reached, wanted = 0, 0
     front = list(graph.outputs)
     for output in graph.outputs:
         wanted |= output.ancestors
     while front:
         node = front.pop()
-        if found >> node.index & 1:
+        if reached >> node.index & 1:
             continue
-        found |= 1 << node.index
-        kept = carried(node) if node.kind is Kind.PRODUCT and len(set(node.inputs)) > 1 else None
-        front += node.inputs if kept is None else (kept,)
-    cut_off = wanted & ~found
+        reached |= 1 << node.index
+        gated = carried(node) if node.kind is Kind.PRODUCT and len(set(node.inputs)) > 1 else None
+        front += node.inputs if gated is None else (gated,)
+    cut_off = wanted & ~reached
     return {n.layer for n in graph.nodes if n.layer is not None and cut_off >> n.index & 1}
 
 
 def gated_by_sigmoid(product: Node) -> bool:
     """Whether a product is of data and a sigmoid of something learnt: squeeze-excite and its like, but not SiLU."""
-    kept = carried(product)
-    gates = [walk_back(n, _TO_OWNER) for n in product.inputs if n is not kept]
-    return kept is not None and not _self_gate(product) and any(g.op in ("sigmoid", "hardsigmoid") for g in gates)
+    gated = carried(product)
+    gates = [walk_back(n, _TO_OWNER) for n in product.inputs if n is not gated]
+    return gated is not None and not _self_gate(product) and any(g.op in ("sigmoid", "hardsigmoid") for g in gates)
 
 
 def _self_gate(product: Node) -> bool:
     """``x * f(x)`` without a weight in f: an activation written out."""
-    kept = carried(product)
-    if kept is None:
+    gated = carried(product)
+    if gated is None:
         return False
     front, seen = [product], set()
     while front:
         for parent in front.pop().inputs:
-            if parent in seen or kept.ancestors >> parent.index & 1:
+            if parent in seen or gated.ancestors >> parent.index & 1:
                 continue
             if parent.kind is Kind.LAYER:
                 return False
@@ -194,7 +194,7 @@ class Sum:
 
 
 def ends(operand: Node) -> list[Node]:
-    """Where an operand of a sum comes from: the first BatchNorm, weight layer, sum, concat or input behind it.
+    """Where an operand of a sum comes from: the first BatchNorm, weight layer, sum, concat or input before it.
 
     More than one where it is the larger of several tensors.
     """
@@ -226,14 +226,14 @@ def summands(node: Node) -> tuple[Node, ...] | None:
 def sums(graph: Graph) -> list[Sum]:
     """Every sum of the graph, in execution order, with its carrier."""
     weights = sum(1 << n.index for n in graph.nodes if n.kind is Kind.LAYER)
-    found = []
+    all_sums = []
     for node in graph.nodes:
         if summands(node) is None or (read_once(node) and node.users and node.users[0].kind is Kind.SUM):
             continue  # a nested sum with one reader is part of that reader
         operands = tuple(_flatten(node))
         if len(set(operands)) > 1:
-            found.append(Sum(node, operands, _carrier(operands, weights)))
-    return found
+            all_sums.append(Sum(node, operands, _carrier(operands, weights)))
+    return all_sums
 
 
 def _flatten(node: Node) -> list[Node]:

@@ -7,7 +7,7 @@ backward.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,7 +33,7 @@ class Folder:
         modules: Its modules, by name.
         norms: The names of the BatchNorms to be taken out.
         roles: The layers of each.
-        layers: What is planned for them.
+        edit_of: What is planned for a layer.
         probes: What each layer allows.
         method: Knows which layers take a scalar.
     """
@@ -44,12 +44,12 @@ class Folder:
         modules: Mapping[str, nn.Module],
         norms: Collection[str],
         roles: Roles,
-        layers: Mapping[str, LayerEdit],
+        edit_of: Callable[[str], LayerEdit],
         probes: Mapping[str, probe.LayerProbe],
         method: Method,
     ):
         self.graph, self.modules, self.norms = graph, modules, norms
-        self.roles, self.layers, self.probes, self.method = roles, layers, probes, method
+        self.roles, self.edit_of, self.probes, self.method = roles, edit_of, probes, method
         self.uses: Counter[str] = flow.uses(graph)
 
     def facts(self, name: str, positions: int) -> NormFacts:
@@ -123,13 +123,11 @@ class Folder:
     def _takes_scale(self, name: str | None, producers: list[Node]) -> bool:
         if name is None or name in self.roles.heads or name in self.roles.gates:
             return False
-        calls, module = self.graph.calls(name), self.modules[name]
-        edit = self.layers.get(name)
-        action = edit.action if edit is not None else "keep"
-        probed = self.probes[name] if name in self.probes else probe.layer(module, calls[0].inputs[0].shape)
-        takes = probed.follows if action == "keep" else probed.scales
-        takes = takes and (action == "standardise" or self.method.branch_factor == 1.0)
-        takes = takes and (edit is None or edit.scale is None) and isinstance(module._parameters.get("weight"), Tensor)
+        edit, calls = self.edit_of(name), self.graph.calls(name)
+        probed = self.probes[name]
+        takes = probed.follows if edit.action == "keep" else probed.scales
+        takes = takes and (edit.action == "standardise" or self.method.branch_factor == 1.0)
+        takes = takes and edit.scale is None and isinstance(self.modules[name]._parameters.get("weight"), Tensor)
         return takes and set(calls) <= set(producers) and uses_are_calls(self.graph, name)
 
     def _unused_sibling(self, name: str) -> str | None:

@@ -198,7 +198,7 @@ def _contents(container: Any) -> list[Any]:
 def _write_back(t: Tensor, value: Tensor) -> None:
     if t.shape != value.shape:
         t.data = value
-    elif not torch.equal(t, value):  # versions do not count writes to ``t.data``
+    elif t.layout is not torch.strided or not torch.equal(t, value):  # versions do not count writes to ``t.data``
         t.data.copy_(value)
 
 
@@ -216,7 +216,10 @@ def _random_states() -> Iterator[None]:
 
 
 def _seed(value: int) -> None:
-    torch.manual_seed(value)
+    # not torch.manual_seed: where CUDA is not in use, it queues a seed for the day that it is
+    torch.default_generator.manual_seed(value)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(value)
     random.seed(value)
     np.random.seed(value)
 

@@ -26,7 +26,7 @@ from mimicnorm.surgery.ops import FACTORIES
 from mimicnorm.surgery.record import repeat
 from mimicnorm.surgery.recorder import Recorder
 
-# Operations that keep the shape, or choose from it, along a dimension that they are told.
+# Operations that keep the shape, or choose from it, along a dimension that is an argument.
 _ALONG = {
     "_softmax", "_log_softmax", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "topk", "roll", "flip",
     "gather", "scatter", "scatter_add", "index_select", "index_add", "index_copy", "_fft_r2c", "_fft_c2c", "_fft_c2r",
@@ -79,7 +79,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, recorder: Recorder, prime: int, suspects: dict[str, str]):
         super().__init__()
         self.recorder, self.prime, self.suspects = recorder, prime, suspects
-        self.from_data: dict[int, Tensor] = {}  # memory with what comes from data; kept, so that its ids stay valid
+        self.from_data: dict[int, Tensor] = {}  # memory with what comes from data, and a tensor that keeps it alive
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -99,17 +99,17 @@ class _Watch(TorchDispatchMode):
 
     def factors(self, t: Tensor) -> int:
         """How often the prime is in the number of elements: 1 for samples, 2 for pairs of them."""
-        n, found = t.numel(), 0
+        n, factors = t.numel(), 0
         while n and n % self.prime == 0:
-            n, found = n // self.prime, found + 1
-        return found
+            n, factors = n // self.prime, factors + 1
+        return factors
 
     def along_batch(self, func: Any, name: str, args: tuple, kwargs: dict, all_batched: bool) -> bool:
         """Whether an operation that keeps the samples works along them, or may."""
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
         x = args[0] if args and isinstance(args[0], Tensor) else None
         if func.namespace not in ("aten", "prim", "prims"):
-            return True  # a kernel of somebody's own
+            return True  # a custom kernel
         if x is None or not x.dim():
             return False
         if "batch_norm" in name:
@@ -166,14 +166,14 @@ def changes(
         return dict.fromkeys(names, math.nan)
 
     def trial(samples: int) -> dict[str, float]:
-        shared, found = _shared(samples), dict.fromkeys(names, math.nan)
+        shared, relative = _shared(samples), dict.fromkeys(names, math.nan)
         waiting = {model.get_submodule(name): name for name in names if name}
 
         def tried_at_first_use(module: nn.Module, forward: Callable) -> Callable:
             def call(*args: Any, **kwargs: Any) -> Any:
                 if (name := waiting.pop(module, None)) is not None:
                     with contextlib.suppress(Exception):  # it takes no other values
-                        found[name] = _change(module, forward, (args, kwargs), shared)
+                        relative[name] = _change(module, forward, (args, kwargs), shared)
                 return forward(*args, **kwargs)
 
             return call
@@ -186,11 +186,11 @@ def changes(
                 return model(*args, **kwargs)
 
         inputs = pytree.tree_map_only(Tensor, lambda t: _rows(t, batch or 1, samples), arguments)
-        if "" in found:
-            found[""] = _change(model, forward, inputs, shared, training=True)
+        if "" in relative:
+            relative[""] = _change(model, forward, inputs, shared, training=True)
         else:
             _outputs(model, forward, inputs, training=True)
-        return found
+        return relative
 
     try:
         return trial(_SAMPLES)

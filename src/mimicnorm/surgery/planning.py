@@ -7,6 +7,7 @@ proves the result; ``convert_`` carries it out.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
@@ -259,7 +260,8 @@ class _Planner:
 
     def _norm_edits(self, layers: dict[str, LayerEdit]) -> None:
         """Decide about every BatchNorm, and move betas and residual scalars into the layers that take them."""
-        folder = Folder(self.graph, self.modules, self.removed, self.roles, layers, self.probes, self.method)
+        edit_of = functools.partial(self._edit_of, layers=layers)
+        folder = Folder(self.graph, self.modules, self.removed, self.roles, edit_of, self.probes, self.method)
         for name, module in self.norms.items():
             if name in self.left:
                 self.plan.norms.append(_leave(name, module, "where="))
@@ -275,18 +277,23 @@ class _Planner:
             if edit.beta_into is not None:
                 layers[edit.beta_into] = dataclasses.replace(layers[edit.beta_into], beta_from=name)
             for layer in edit.scale_into:
-                if layer not in layers:  # no BatchNorm follows it directly: it makes a part of a concat, say
-                    call = self.graph.calls(layer)[0]
-                    layers[layer] = self._draft(layer, call, "branch end", v=self.v[call.inputs[0]])
-                    self.probes[layer] = probe.layer(self.modules[layer], call.inputs[0].shape)
                 scalar = {"scale": edit.scale, "factor": edit.factor, "role": "branch end"}
-                layers[layer] = dataclasses.replace(layers[layer], scales_bias=self.method.scales_bias, **scalar)
+                scalar["scales_bias"] = self.method.scales_bias
+                layers[layer] = dataclasses.replace(self._edit_of(layer, layers), **scalar)
             if not calls:
                 self.plan.notes.append(
                     f"{name} never ran on the example: it becomes a {edit.action}, and its layer is not changed for it"
                 )
             self.plan.norms.append(edit)
         self._note_scales()
+
+    def _edit_of(self, name: str, layers: dict[str, LayerEdit]) -> LayerEdit:
+        """Return the edit of a layer; also of one that no BatchNorm follows directly: it makes a part of a concat."""
+        if name in layers:
+            return layers[name]
+        call = self.graph.calls(name)[0]
+        self.probes[name] = probe.layer(self.modules[name], call.inputs[0].shape)
+        return self.method.layer(self._draft(name, call, "branch end", v=self.v[call.inputs[0]]), ())
 
     def _note_scales(self) -> None:
         """Say what residual scalars cost that no weight can take."""

@@ -1,7 +1,7 @@
 """Compare numerically, at plan time, what a foreign class does with what would replace it.
 
 A list of known classes cannot tell whether a BatchNorm subclass also applies dropout or an activation, or
-whether a convolution with a ``forward`` of its own uses its weight once. A probe can.
+whether a convolution with another ``forward`` uses its weight once. A probe can.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def norm(module: nn.Module, shape: torch.Size | None) -> NormProbe | None:
 
 
 def _explain(twin: nn.Module, shape: tuple[int, ...], beta: Tensor | None) -> NormProbe | None:
-    """Which children, behind a shift along which dimension, give the same output."""
+    """Which children, after a shift along which dimension, give the same output."""
     x = torch.randn(shape, generator=_generator(), device="cpu", dtype=torch.float32)
     children = dict(twin.named_children())
     try:
@@ -84,7 +84,7 @@ def _explain(twin: nn.Module, shape: tuple[int, ...], beta: Tensor | None) -> No
 
 @dataclass(frozen=True)
 class LayerProbe:
-    """What a layer with a ``forward`` of its own lets be done to it.
+    """What can be done to a layer with another ``forward`` than PyTorch's.
 
     Attributes:
         centres: Its weight-mean version equals itself with centred weights.
@@ -122,7 +122,7 @@ def _is_written(module: nn.Module, input_shape: torch.Size) -> bool:
             before = twin.weight.normal_(generator=_generator()).clone()
             twin(torch.randn(input_shape, generator=_generator(), device="cpu", dtype=torch.float32))
             return not torch.equal(before, twin.weight)
-    except Exception:  # a hook that does not run alone says nothing about the weight
+    except Exception:  # a hook that does not run alone is not understood
         return False
 
 
@@ -167,8 +167,8 @@ def _on_cpu(module: nn.Module) -> nn.Module:
 
 def channels(module: nn.Module) -> int:
     """The channels of a BatchNorm of any class."""
-    found = [getattr(module, n, None) for n in ("running_mean", "weight")]
-    sizes = [t.numel() for t in found if isinstance(t, Tensor)]
+    tensors = [getattr(module, n, None) for n in ("running_mean", "weight")]
+    sizes = [t.numel() for t in tensors if isinstance(t, Tensor)]
     return sizes[0] if sizes else int(getattr(module, "num_features", 1))
 
 

@@ -5,7 +5,7 @@ then must be the graph from before without its norms: code that asks for a class
 takes another path once the class is gone. And no sample may see another.
 
 Forward passes that run to their end: ``record`` takes one, and one more if a BatchNorm did not run. The rehearsal takes
-one with a prime as batch size, and one with the example's own if the two graphs differ. Code that asks both for the
+one with a prime as batch size, and one with the example's if the two graphs differ. Code that asks both for the
 mode and for what a conversion changes is compared in evaluation mode, too: two more. A pass on real tensors decides
 where samples seem to meet; two if it is in the network's own forward. Calibration takes one. Nearly all networks need
 the recording and the rehearsal, and no more.
@@ -17,7 +17,6 @@ import contextlib
 import functools
 import inspect
 import math
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from types import CodeType, FunctionType
 from typing import Any
@@ -35,7 +34,7 @@ from mimicnorm.surgery.record import repeat
 from mimicnorm.surgery.recorder import stand_in
 
 _GIVEN_SHAPES = ("view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "as_strided")
-_ASKS_FOR_CLASS = {"isinstance", "type", "__class__", "hasattr", "getattr", "running_mean", "running_var", "eps"}
+_ASKS_FOR_CLASS = {"type", "__class__", "hasattr", "getattr", "running_mean", "running_var", "eps"}
 
 
 def prove(model: nn.Module, planned: Plan, graph: Graph, example: Any, allow_mixing: Collection[str]) -> None:
@@ -72,26 +71,38 @@ def prove(model: nn.Module, planned: Plan, graph: Graph, example: Any, allow_mix
 
 
 def _asks_for_mode(model: nn.Module, planned: Plan) -> bool:
-    """Whether code around what is changed names the mode, and what a conversion changes."""
+    """Whether code around what is changed names the mode, and then what a conversion changes."""
     changed = [step.name for step in (*planned.norms, *planned.layers, *planned.heads)]
     around = {name.rsplit(".", i)[0] for name in changed for i in range(1, name.count(".") + 1)} | {""}
-    names = (_names_in_code(model.get_submodule(name)) for name in around)
-    return any("training" in asked and asked & _ASKS_FOR_CLASS for asked in names)
+    for module in map(model.get_submodule, around):
+        asking = (f for f in _called(module, module.forward) if "training" in _names(f.__code__))
+        if any(_asks_for_class(_names(g.__code__)) for f in asking for g in _called(module, f)):
+            return True
+    return False
 
 
-def _names_in_code(module: nn.Module) -> set[str]:
-    """The names in the code of a module's class and of the functions it calls, as far as they are not PyTorch's."""
-    classes = [cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.")]
-    methods = [inspect.unwrap(v) for holder in (module, *classes) for v in vars(holder).values() if callable(v)]
-    names: set[str] = set()
-    for method in (m for m in methods if isinstance(m, FunctionType)):
-        called = (method.__globals__.get(name) for name in _names(method.__code__))
-        functions = [f for f in called if isinstance(f, FunctionType) and not f.__module__.startswith("torch.")]
-        names |= set().union(*(_names(f.__code__) for f in (method, *functions)))
-    return names
+def _asks_for_class(names: set[str]) -> bool:
+    """Whether code may ask for the class or the attributes of a layer; not if it asks whether something is a tensor."""
+    modules = {name for name in names if isinstance(getattr(nn, name, None), type)}
+    return bool(names & _ASKS_FOR_CLASS) or ("isinstance" in names and ("Tensor" not in names or bool(modules)))
+
+
+def _called(module: nn.Module, function: Any) -> list[FunctionType]:
+    """A function and all that it calls in the module's class and in its file, PyTorch's left out."""
+    functions: list[FunctionType] = []
+    waiting = [function]
+    while waiting:
+        f = waiting.pop()
+        f = f.fget if isinstance(f, property) else getattr(f, "__func__", f)
+        f = inspect.unwrap(f) if callable(f) else f
+        if isinstance(f, FunctionType) and f not in functions and not f.__module__.startswith("torch."):
+            functions.append(f)
+            waiting += [inspect.getattr_static(module, n, f.__globals__.get(n)) for n in _names(f.__code__)]
+    return functions
 
 
 def _names(code: CodeType) -> set[str]:
+    """The names in a function's code and in the functions inside it."""
     inner = (c for c in code.co_consts if isinstance(c, CodeType))
     return set(code.co_names).union(*map(_names, inner))
 
@@ -125,7 +136,7 @@ def _same_with_another_batch(
 
 
 def _change(model: nn.Module, planned: Plan, before: Graph, example: Any) -> Node | None:
-    """The first operation that a rehearsed network does not do as before, on the example's own batch size.
+    """The first operation that a rehearsed network does not do as before, on the example's batch size.
 
     Where values steer the network, they are those of the original: norms normalise, layers do as they did.
     """
@@ -169,10 +180,7 @@ def _changed_node(before: Graph, after: Graph, planned: Plan, same_batch: bool =
     if outputs[0] == outputs[1] and taps[0] == taps[1]:
         return None
     changed = [*_only_here(first, before, second), *_only_here(second, after, first)]
-    # What follows a change is changed, too: better to name an operation that is there more or less often.
-    counts = [Counter((n.op, n.where) for n in ids) for ids in (first, second)]
-    telling = [n for n in changed if counts[0][n.op, n.where] != counts[1][n.op, n.where]]
-    return (*telling, *changed, *after.outputs, *before.outputs)[0]
+    return (*changed, *after.outputs, *before.outputs)[0]
 
 
 def _only_here(ids: dict[Node, int], graph: Graph, others: dict[Node, int]) -> list[Node]:
@@ -231,7 +239,7 @@ def _numbered(graph: Graph, places: _Places, numbers: dict[tuple, int], same_bat
 
 
 def _explain_change(planned: Plan, changed: Node, same_twice: bool) -> None:
-    """Refuse a network that takes another path once converted; if it does so on its own, a note is enough."""
+    """Refuse a network that takes another path once converted; if it does so without that, a note is enough."""
     at = f"{changed.op!r} in {changed.where!r}" if changed.where else f"{changed.op!r} in the model's own forward"
     if not same_twice:
         planned.notes.append(
@@ -274,7 +282,7 @@ def _refuse_mixing(
     tried = [name for name in suspects if name not in left | accepted]
     try:
         changes = mixing.changes(model, example, tried, ignored=left, starts=starts) if tried else {}
-    except Exception:  # the passes were extra: that they cannot be made says nothing about the conversion
+    except Exception:  # the passes were extra: that they cannot be made does not matter for the conversion
         changes = dict.fromkeys(tried, math.nan)
     for name in suspects:
         kind = type(model.get_submodule(name)).__name__.removeprefix("LastNormed")

@@ -1,17 +1,18 @@
-"""The paper's theory in float64; imports nothing of the package."""
+"""The paper's theory in float64: gains, kernels, phases, and the signal in real networks."""
 
 from __future__ import annotations
 
 from mimicnorm.errors import TheoryError
 
-from .activations import Activation, ActivationStats, activation_stats, find_kinks, gain, resolve
+from . import doctor, figures, montecarlo
+from .activations import Activation, ActivationStats, activation_stats, gain, resolve
 from .doctor import LayerSignal, Signal, propagate
 from .dual import dual, dual_slope
 from .empirical import empirical_ntk
-from .kernels import Gram, Kernels, kernels, layerwise, residual_kernels
+from .kernels import Kernels, kernels, layerwise, residual_kernels
 from .montecarlo import Estimate
 from .networks import FiniteNetwork
-from .spectrum import LearningCurve, condition_number, learning_curve
+from .spectrum import condition_number
 from .transition import DepthScales, FixedPoint, Transition
 
 __all__ = [
@@ -21,24 +22,27 @@ __all__ = [
     "Estimate",
     "FiniteNetwork",
     "FixedPoint",
-    "Gram",
     "Kernels",
     "LayerSignal",
-    "LearningCurve",
     "Signal",
     "TheoryError",
     "Transition",
     "activation_stats",
     "condition_number",
+    "doctor",
     "dual",
     "dual_slope",
     "empirical_ntk",
-    "find_kinks",
+    "figures",
     "gain",
     "kernels",
     "layerwise",
-    "learning_curve",
+    "montecarlo",
     "propagate",
     "residual_kernels",
     "resolve",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -18,10 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mimicnorm.arguments import finite, positive_int
 from mimicnorm.errors import TheoryError
 
-from .arguments import number, reals, running, whole
-from .quadrature import CPU, breakpoints, gaussian_panels, normal_nodes
+from .arguments import reals, running
+from .quadrature import CPU, breakpoints, gaussian_panels
 
 Function = Callable[[Tensor], Tensor]
 SELU_SCALE, SELU_ALPHA = 1.0507009873554804934193349852946, 1.6732632423543772848170429916717
@@ -67,7 +68,7 @@ _REGISTRY: dict[str, tuple[Callable[..., Tensor], dict[str, float], tuple[float,
 }
 
 
-# torch's own functions of one argument are the registered ones, by identity: a name proves nothing
+# torch's functions of one argument, recognised by identity: a callable may have any name
 _FUNCTIONS = [
     (getattr(home, name), name)
     for home in (torch, nn.functional)
@@ -81,16 +82,18 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_REGISTRY))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Activation:
-    """An element-wise function with what the quadrature must know of it.
+    """An element-wise function, with the kinks at which a quadrature must split its integrals.
+
+    Two are equal if they hold the same function object with the same kinks; the function need not be hashable.
 
     Attributes:
-        name: a registered name, or the callable's own.
+        name: a registered name, or the callable's `__name__`.
         function: maps a float64 tensor to a tensor of the same shape.
         kinks: arguments where the function or one of its first two derivatives jumps.
         parameters: (name, value) pairs, in the order of the registered function.
-        built_in: it is the registered function of that name, whose formulas hold; a callable may be called anything.
+        built_in: whether it is the registered function of that name, so that its formulas hold.
     """
 
     name: str
@@ -98,6 +101,16 @@ class Activation:
     kinks: tuple[float, ...]
     parameters: tuple[tuple[str, float], ...] = ()
     built_in: bool = False
+
+    def __hash__(self) -> int:
+        """Return a hash that does not need the function to have one."""
+        return hash((self.name, id(self.function), self.kinks, self.parameters))
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether the other holds the same function object with the same kinks and parameters."""
+        if not isinstance(other, Activation) or self.function is not other.function:
+            return False
+        return (self.name, self.kinks, self.parameters) == (other.name, other.kinks, other.parameters)
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return phi(x)."""
@@ -107,26 +120,19 @@ class Activation:
             got = tuple(y.shape) if isinstance(y, Tensor) else type(y).__name__
             raise TheoryError(
                 f"activation {self.name!r} is not element-wise: shape {tuple(x.shape)} became {got}. "
-                "Pass a function that maps each number on its own."
+                "Pass a function that maps each number by itself."
             )
         return y
 
-    def derivative(self, x: Tensor, order: int = 1) -> Tensor:
-        """Return phi'(x), or phi''(x); at a kink, torch's one-sided choice."""
-        # a caller may hold no_grad or inference_mode: neither may turn the derivative into an error
+    def derivative(self, x: Tensor) -> Tensor:
+        """Return phi'(x); at a kink, torch's one-sided choice."""
+        # under a caller's no_grad or inference_mode, too
         with torch.inference_mode(False), torch.enable_grad():
             x = x.detach().clone().requires_grad_()
             y = self(x)
-            for done in range(order):
-                if not y.requires_grad:  # constant
-                    return torch.zeros_like(x).detach()
-                try:
-                    y = torch.autograd.grad(y.sum(), x, create_graph=done + 1 < order)[0]
-                except RuntimeError:  # some functions have no double backward: their second derivative is not searched
-                    if not done:
-                        raise
-                    return torch.zeros_like(x).detach()
-            return y.detach()
+            if not y.requires_grad:  # constant
+                return torch.zeros_like(x).detach()
+            return torch.autograd.grad(y.sum(), x)[0]
 
 
 def resolve(activation: Any, kinks: Iterable[float] | None = None, **parameters: float) -> Activation:
@@ -135,12 +141,15 @@ def resolve(activation: Any, kinks: Iterable[float] | None = None, **parameters:
     Args:
         activation: a name of `names()`, an `nn.Module` such as ``nn.LeakyReLU(0.2)``, or a callable on float64
             tensors.
-        kinks: for a callable, where it or its first two derivatives jump; searched for in [-16, 16] when not given.
+        kinks: for a callable, where it or one of its first two derivatives jumps. Without them it is taken as smooth
+            except at 0; expectations that a forgotten kink would make wrong are refused.
         parameters: parameters of a named activation, such as ``negative_slope=0.2``.
 
     Example:
         >>> resolve("leaky_relu", negative_slope=0.2).kinks
         (0.0,)
+        >>> resolve(lambda x: (x - 0.3).clamp(min=0), kinks=[0.3]).kinks
+        (0.3,)
     """
     if isinstance(activation, Activation):
         return activation
@@ -152,35 +161,37 @@ def resolve(activation: Any, kinks: Iterable[float] | None = None, **parameters:
         raise TheoryError(
             f"activation must be a name, an activation module or a callable on tensors, not {activation!r}."
         )
-    known = None
-    if kinks is None:
-        own = next((name for function, name in _FUNCTIONS if function is activation), None)
-        known = _named(own, {}) if own else _of_module(activation) if isinstance(activation, nn.Module) else None
-    if known is not None:
+    if kinks is None and (known := _registered(activation)) is not None:
         return known
     name = getattr(activation, "__name__", type(activation).__name__)
-    bare = Activation(name, activation, ())
+    points = list(kinks) if isinstance(kinks, Iterable) else [] if kinks is None else kinks
+    resolved = Activation(name, activation, () if points == [] else tuple(reals("kinks", points, 1).tolist()))
     grid = torch.linspace(-3.0, 3.0, 8, dtype=torch.float64, device=CPU)
-    if not torch.allclose(bare(grid).detach()[:3], bare(grid[:3]).detach(), equal_nan=True):
-        raise TheoryError(f"activation {name!r} is not element-wise: what it makes of a number depends on others.")
-    if kinks is None:
-        return Activation(name, activation, find_kinks(bare))
-    given = list(kinks) if isinstance(kinks, Iterable) else kinks
-    return Activation(name, activation, tuple(reals("kinks", given, 1).tolist()) if given != [] else ())
+    if not torch.allclose(resolved(grid).detach()[:3], resolved(grid[:3]).detach(), equal_nan=True):
+        raise TheoryError(f"activation {name!r} is not element-wise: the value at a number depends on other numbers.")
+    return resolved
+
+
+def _registered(activation: Any) -> Activation | None:
+    """Return the registered activation that a torch function or module is, else None."""
+    name = next((name for function, name in _FUNCTIONS if function is activation), None)
+    if name is not None:
+        return _named(name, {})
+    return _of_module(activation) if isinstance(activation, nn.Module) else None
 
 
 def _named(name: str, given: dict[str, float]) -> Activation:
     key = name.lower()
     if key not in _REGISTRY:
-        near = difflib.get_close_matches(key, _REGISTRY, n=3)
-        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(names())}."
+        similar = difflib.get_close_matches(key, _REGISTRY, n=3)
+        hint = f"did you mean {' or '.join(map(repr, similar))}?" if similar else f"known: {', '.join(names())}."
         raise TheoryError(f"unknown activation {name!r}: {hint} Any callable on tensors is accepted, too.")
     function, defaults, kinks = _REGISTRY[key]
     unknown = sorted(set(given) - set(defaults))
     if unknown:
         takes = ", ".join(defaults) or "no parameters"
         raise TheoryError(f"activation {name!r} has no parameter {unknown[0]!r}; it takes {takes}.")
-    parameters = {k: number(f"parameter {k!r} of {name!r}", given.get(k, v)) for k, v in defaults.items()}
+    parameters = {k: finite(given.get(k, v), f"{name}({k})", error=TheoryError) for k, v in defaults.items()}
     for k, v in parameters.items():
         if v == 0 and (k == "beta" or key == "celu"):
             raise TheoryError(f"parameter {k!r} of {name!r} divides: it must not be 0.")
@@ -214,62 +225,15 @@ def _of_module(module: nn.Module) -> Activation | None:
     return _named(name, {parameter: getattr(module, parameter) for parameter in _REGISTRY[name][1]})
 
 
-def find_kinks(activation: Activation, reach: float = 16.0) -> tuple[float, ...]:
-    """Find the jumps of a function and its first two derivatives in [-reach, reach] by bisection.
-
-    A smooth function's difference over an interval halves with the interval; a jump's does not. Jumps below 1e-6 and
-    all but the largest of several jumps within 1/64 are missed: pass such kinks yourself.
-
-    Example:
-        >>> find_kinks(Activation("hinge", lambda x: (x - 0.3).clamp(min=0), ()))
-        (0.3,)
-    """
-    # an irrational offset keeps grid points off the round numbers where kinks live
-    grid = torch.arange(-reach, reach, 1 / 64, dtype=torch.float64, device=CPU) + (math.sqrt(2) - 1) / 64
-    found: set[float] = set()
-    for order in range(3):
-        lo, hi = grid[:-1], grid[1:]
-        at_lo, at_hi = activation.derivative(lo, order), activation.derivative(hi, order)
-        for _ in range(40):  # the intervals end 1e-14 wide
-            jump = (at_hi - at_lo).abs() > 1e-6
-            lo, hi, at_lo, at_hi = lo[jump], hi[jump], at_lo[jump], at_hi[jump]
-            mid = (lo + hi) / 2
-            at_mid = activation.derivative(mid, order)
-            left = (at_mid - at_lo).abs() >= (at_hi - at_mid).abs()
-            lo, at_lo = torch.where(left, lo, mid), torch.where(left, at_lo, at_mid)
-            hi, at_hi = torch.where(left, mid, hi), torch.where(left, at_mid, at_hi)
-        found |= {round(float(x), 12) + 0.0 for x in ((lo + hi) / 2)[(at_hi - at_lo).abs() > 1e-6]}
-    return tuple(sorted(found))
-
-
-def settled_moments(activation: Activation, q: float, with_slope: bool = True) -> tuple[float, float]:
-    """Return E[phi^2] and E[phi'^2] at variance q, refusing a function whose moments depend on the panels.
-
-    For callables: of registered functions it is known where they bend. Without `with_slope`, a slope whose moment
-    depends on them gives NaN.
-    """
-    ends = breakpoints(activation.kinks, math.sqrt(q))
-    found = []
-    for points in (ends, np.sort(np.concatenate([ends, (ends[1:] + ends[:-1]) / 2]))):
-        z, w = gaussian_panels(points)
-        x = math.sqrt(q) * z
-        phi, slope = activation(x).detach(), activation.derivative(x)
-        found.append([float((w * f).sum()) for f in (phi, phi**2, slope**2)])
-    asked = slice(3 if with_slope else 2)
-    require_close(activation, q, *(moments[asked] for moments in found))
-    settled = with_slope or math.isclose(found[0][2], found[1][2], rel_tol=1e-9)
-    return found[1][1], found[1][2] if settled else math.nan
-
-
 def require_close(activation: Activation, q: float, coarse: Sequence[float], fine: Sequence[float]) -> None:
-    """Refuse moments that finer panels change."""
+    """Refuse an activation whose moments at variance q differ between two quadratures."""
     size = max(map(abs, fine))
     if not all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9 * size) for a, b in zip(coarse, fine, strict=True)):
         worst = max(zip(coarse, fine, strict=True), key=lambda pair: abs(pair[0] - pair[1]))
         raise TheoryError(
-            f"the moments of activation {activation.name!r} at variances up to {q:g} do not settle: finer panels turn "
-            f"{worst[0]:.10g} into {worst[1]:.10g}. They do not exist, it bends too often or at kinks that were not "
-            "found, or it computes in float32: pass kinks=, use a smaller variance, or keep float64 inside."
+            f"the moments of activation {activation.name!r} at variances up to {q:g} do not settle: two quadratures "
+            f"give {worst[0]:.10g} and {worst[1]:.10g}. If it has kinks off 0, pass resolve(function, kinks=[...]); "
+            "else its moments do not exist, it oscillates too fast (use a smaller variance), or it computes in float32."
         )
 
 
@@ -333,7 +297,18 @@ def prelu_stats(slopes: Any) -> ActivationStats:
 
 @lru_cache(maxsize=256)
 def _stats(activation: Activation) -> ActivationStats:
-    z, w = normal_nodes(activation.kinks)
+    ends = breakpoints(activation.kinks, 1.0)
+    stats = _stats_on(ends, activation)
+    if not activation.built_in:
+        finer = _stats_on(np.sort(np.concatenate([ends, (ends[1:] + ends[:-1]) / 2])), activation)
+        require_close(activation, 1.0, (stats.mean, stats.second_moment), (finer.mean, finer.second_moment))
+        if not math.isclose(stats.chi1, finer.chi1, rel_tol=1e-9):
+            return replace(stats, chi1=math.nan)
+    return stats
+
+
+def _stats_on(ends: np.ndarray, activation: Activation) -> ActivationStats:
+    z, w = gaussian_panels(ends)
     phi, slope = activation(z).detach(), activation.derivative(z)
     far = (w * phi**2)[z.abs() > 11]
     if not bool(torch.isfinite(phi).all() & torch.isfinite(slope).all() & (far.sum() < 1e-6)):
@@ -341,8 +316,6 @@ def _stats(activation: Activation) -> ActivationStats:
             f"activation {activation.name!r} or its derivative is not finite on [-12, 12], or grows too fast for a "
             "Gaussian mean; the theory needs a function that is finite everywhere."
         )
-
-    settles = activation.built_in or not math.isnan(settled_moments(activation, 1.0, with_slope=False)[1])
 
     def mean_of(values: Tensor) -> float:
         return float((w * values).sum())
@@ -359,7 +332,7 @@ def _stats(activation: Activation) -> ActivationStats:
         variance=variance,
         sd=math.sqrt(variance),
         rms=math.sqrt(second),
-        chi1=mean_of(slope**2) / variance if settles else math.nan,
+        chi1=mean_of(slope**2) / variance,
         tbar_slope_at_zero=mean_of((phi - mean) * z) ** 2 / variance,  # E[phi'] = E[z phi], also for steps
         variance_slope=mean_of((phi - mean) * slope * z) / variance,
     )
@@ -389,7 +362,7 @@ def gain(
     """
     if mode not in ("weight_mean", "plain", "straight"):
         raise TheoryError(f"unknown mode {mode!r}: use 'weight_mean' (centred weights) or 'plain' (others).")
-    fan_in = None if fan_in is None else whole("fan_in", fan_in)
+    fan_in = None if fan_in is None else positive_int(fan_in, "fan_in", error=TheoryError)
     stats = activation_stats(activation, kinks, **parameters)
     if mode != "weight_mean":
         return 1 / stats.rms

@@ -1,4 +1,4 @@
-"""The signal doctor: what happens to variance, correlation and gradient on the way through any network."""
+"""The signal doctor: variance, correlation and gradient of every layer of a real network, and a verdict on them."""
 
 from __future__ import annotations
 
@@ -14,29 +14,34 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import type_before_parametrizations
 
+from mimicnorm.arguments import positive_int
 from mimicnorm.errors import TheoryError
+from mimicnorm.pictures import canvas, save
+from mimicnorm.surgery import isolate
 
-from .arguments import running, whole
-from .unchanged import unchanged
+from .arguments import running
 
+LEAST_VARIANCE, MOST_VARIANCE = 1e-4, 1e4  # of healthy weight layers
+MOST_CORRELATION = 0.95  # after the last weight layer
+MOST_GRADIENT_RATIO = 1e4  # largest gradient over smallest
 _CHANNELS_LAST = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RNNBase)
 
 
 @dataclass
 class LayerSignal:
-    """What one call of one leaf module put out.
+    """The output of one call of one leaf module.
 
     Attributes:
         name: qualified name; a module called several times appears several times.
         kind: class name.
         mean: over all elements.
         variance: over all elements.
-        channel_mean_share: share of the second moment that is the channels' means over batch and positions: near 1 all
-            inputs look alike, 0 after BatchNorm. Channels lie last behind a linear layer, before the positions behind
-            a convolution.
+        channel_mean_share: fraction of the second moment that is the channels' means over batch and positions: close
+            to 1 all inputs look alike, 0 after BatchNorm. Channels are last after a linear layer, before the positions
+            after a convolution.
         correlation: mean over sample pairs of the cosine of their flattened outputs, the NNGP's rho; NaN for one
             sample.
-        gradient: Frobenius norm of the gradient by this output, or NaN when none reached it.
+        gradient: Frobenius norm of the gradient with respect to this output; NaN when none reached it.
     """
 
     name: str
@@ -50,14 +55,53 @@ class LayerSignal:
 
 @dataclass(frozen=True)
 class Signal:
-    """The layers in order of execution; prints as a table."""
+    """The layers in order of execution; prints as a table with a verdict below."""
 
     layers: tuple[LayerSignal, ...]
 
     def weight_layers(self) -> Signal:
-        """Return only convolutions and linear layers, by the look of their class names."""
-        kept = tuple(x for x in self.layers if "conv" in x.kind.lower() or "linear" in x.kind.lower())
-        return Signal(kept)
+        """Return only convolutions and linear layers, recognised by their class names."""
+        return Signal(tuple(x for x in self.layers if "conv" in x.kind.lower() or "linear" in x.kind.lower()))
+
+    def verdict(self) -> str:
+        """Say whether the weight layers are healthy: each quantity, its good range, and what to do outside of it.
+
+        The size of a variance does not matter, its change by orders of magnitude does: 10 is fine. Layers that start
+        at zero are left out.
+
+        Example:
+            >>> Signal((LayerSignal("fc", "Linear", 0.0, 10.0, 0.1, 0.5, 1.0),)).verdict().split(":")[0]
+            'healthy'
+        """
+        layers = self.weight_layers().layers or self.layers
+        variances = [x.variance for x in layers if x.variance != 0] or [math.nan]
+        gradients = [x.gradient for x in layers if x.gradient > 0]
+        low, high, last = min(variances), max(variances), layers[-1].correlation
+        ratio = max(gradients) / min(gradients) if gradients else math.nan
+        facts = [
+            f"variance {low:.2g} to {high:.2g} (good: {LEAST_VARIANCE:g} to {MOST_VARIANCE:g})",
+            f"correlation after the last layer {last:.2g} (good: below {MOST_CORRELATION:g})",
+            f"gradients within a factor {ratio:.2g} (good: below {MOST_GRADIENT_RATIO:g})",
+        ]
+        rescale = (
+            "give weights the standard deviation theory.gain(...) / sqrt(fan_in), or convert with init='calibrate'"
+        )
+        problems = [
+            (low < LEAST_VARIANCE, f"The variance dies out: {rescale}"),
+            (not all(v <= MOST_VARIANCE for v in variances), f"The variance explodes: {rescale}"),
+            (
+                last > MOST_CORRELATION,
+                "All inputs look alike: centre the weights (method mimicnorm), or use fewer layers",
+            ),
+            (
+                ratio > MOST_GRADIENT_RATIO,
+                "Gradients vanish or explode: use residual branches with a scalar, fewer layers, or under BatchNorm a "
+                "larger batch",
+            ),
+        ]
+        advice = [sentence for present, sentence in problems if present]
+        health = "unhealthy" if advice else "healthy"
+        return f"{health}: {', '.join(facts)}." + "".join(f" {sentence}." for sentence in advice)
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return plain rows for JSON."""
@@ -71,7 +115,7 @@ class Signal:
         for x in self.layers:
             numbers = f"{x.mean:>11.3g}{x.variance:>11.3g}{x.channel_mean_share:>8.2f}{x.correlation:>8.3f}"
             lines.append(f"{x.name:<{wide}}  {x.kind[:15]:<16}{numbers}{x.gradient:>11.3g}")
-        return "\n".join(lines)
+        return "\n".join([*lines, f"verdict: {self.verdict()}"])
 
     def plot(self, path: str | Path, label: str = "network") -> None:
         """Draw variance, correlation and gradient over depth; `plot` does it for several networks."""
@@ -81,18 +125,18 @@ class Signal:
 def propagate(
     model: nn.Module, x: Any, *, loss: Callable[[Any], Tensor] | None = None, pairs: int = 200, seed: int = 0
 ) -> Signal:
-    """Run a batch forward and a gradient back through any network and measure each leaf module's output.
+    """Run a batch forward and a gradient back through any network and measure the output of each leaf module.
 
     The network stays as it is: mode, weights, buffers, other attributes, `.grad`, random states. It runs in the mode
-    it is in: train mode for what training sees.
+    it is in; use train mode to see the signal of training.
 
     Args:
         model: any module.
         x: an input batch, or a tuple of call arguments, or a dict of keyword arguments.
         loss: maps the model's output to a scalar; by default the output (its first tensor) is multiplied by a random
-            direction of unit length, so that gradients of two networks compare.
-        pairs: number of random sample pairs for the correlation; all of them where there are no more.
-        seed: of pairs and direction.
+            direction of unit length, so that gradients of two networks can be compared.
+        pairs: number of random sample pairs for the correlation; all pairs if there are no more.
+        seed: of pairs, direction and the random numbers that the model draws.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -102,16 +146,19 @@ def propagate(
     """
     if not isinstance(model, nn.Module):
         raise TheoryError(f"model must be an nn.Module, not {type(model).__name__}.")
+    if any(nn.parameter.is_lazy(p) for p in model.parameters()):
+        raise TheoryError("the model has lazy layers without weights: run it once on a batch first.")
     args, kwargs = (x if isinstance(x, tuple) else ()), (x if isinstance(x, dict) else {})
     args = (x,) if not args and not kwargs else args
-    given = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-    if any(a.numel() == 0 for a in given):
+    tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
+    if any(a.numel() == 0 for a in tensors):
         raise TheoryError("the batch is empty: there is nothing to measure.")
-    if not all(bool(torch.isfinite(a).all()) for a in given):
+    if not all(bool(torch.isfinite(a).all()) for a in tensors):
         raise TheoryError("the batch has non-finite entries; look for NaN or infinity in the inputs.")
-    pairs, rng = whole("pairs", pairs), torch.Generator().manual_seed(whole("seed", seed, 0))
+    pairs = positive_int(pairs, "pairs", error=TheoryError)
+    rng = torch.Generator().manual_seed(positive_int(seed, "seed", least=0, error=TheoryError))
     if loss is not None and not callable(loss):
-        raise TheoryError(f"loss must map the model's output to one number, as a tensor, not be {loss!r}.")
+        raise TheoryError(f"loss must be a function of the model's output that returns a scalar tensor, not {loss!r}.")
     layers: list[LayerSignal] = []
     names = {module: name for name, module in model.named_modules()}
     channels = _Channels()
@@ -124,19 +171,15 @@ def propagate(
         layer = _measure(names[module], kind, h, channels.dimension(module, h), pairs, rng)
         layers.append(layer)
         if h.requires_grad:
-            # by hook, not by keeping h: an in-place activation after this layer overwrites it
+            # a hook, because an in-place activation after this layer overwrites h
             h.register_hook(lambda g: setattr(layer, "gradient", float(g.detach().double().norm())))
 
-    # a caller may hold inference_mode, whose tensors have no gradients
-    with torch.inference_mode(False), torch.enable_grad(), unchanged(model), torch.random.fork_rng(devices=[]):
-        # a leaf that alters its input in place would write into the caller's batch; gradients need a leaf of our own
-        args = tuple(_own(a) for a in args)
-        kwargs = {key: _own(a) for key, a in kwargs.items()}
-        torch.manual_seed(seed)
+    def forward_and_back(args: tuple, kwargs: dict[str, Any]) -> None:
+        leaves = [a.requires_grad_(a.is_floating_point()) for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
         handles = [m.register_forward_hook(measure) for m in dict.fromkeys(_leaves(model))]
         try:
             with running("the model", *args, *kwargs.values()):
-                output = model(*(_graph_copy(a) for a in args), **{k: _graph_copy(a) for k, a in kwargs.items()})
+                output = model(*map(_not_a_leaf, args), **{key: _not_a_leaf(a) for key, a in kwargs.items()})
         finally:  # before the gradient: activation checkpoints run their layers a second time then
             for handle in handles:
                 handle.remove()
@@ -146,42 +189,41 @@ def propagate(
             with running("the loss", output):
                 scalar = loss(output)
         if not isinstance(scalar, Tensor) or scalar.numel() != 1:
-            raise TheoryError("loss must map the model's output to one number, as a tensor.")
-        wanted = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor) and a.requires_grad]
-        wanted = wanted or [p for p in model.parameters() if p.requires_grad]
+            raise TheoryError("loss must be a function of the model's output that returns a scalar tensor.")
+        wanted = [a for a in leaves if a.requires_grad] or [p for p in model.parameters() if p.requires_grad]
         if wanted and scalar.requires_grad:
-            try:
-                torch.autograd.grad(scalar, wanted, allow_unused=True)
-            except RuntimeError as error:
-                if "use_reentrant" not in str(error):
-                    raise
-                raise TheoryError(
-                    "the model uses reentrant activation checkpoints, which hide the layers inside from gradient "
-                    "hooks: call checkpoint(..., use_reentrant=False), or turn checkpointing off to measure."
-                ) from error
+            _backward(scalar, wanted)
+
+    isolate.run(model, forward_and_back, (args, kwargs), seed=seed)
     if not layers:
-        raise TheoryError("no leaf module put out a tensor: is the network written in plain functions?")
+        raise TheoryError("no leaf module returned a tensor: is the network written in plain functions?")
     return Signal(tuple(layers))
 
 
+def _backward(scalar: Tensor, wanted: list[Tensor]) -> None:
+    try:
+        torch.autograd.grad(scalar, wanted, allow_unused=True)
+    except RuntimeError as error:
+        if "use_reentrant" not in str(error):
+            raise
+        raise TheoryError(
+            "the model uses reentrant activation checkpoints, which hide the layers inside from gradient hooks: call "
+            "checkpoint(..., use_reentrant=False), or turn checkpointing off to measure."
+        ) from error
+
+
 def _leaves(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules to measure: those without children, or whose children are their own affair."""
+    """Yield the modules to measure: those without children, and attention, which never calls its projection."""
     inner = [child for name, child in module.named_children() if name != "parametrizations"]
-    if not inner or isinstance(module, nn.MultiheadAttention):  # which never calls its projection
+    if not inner or isinstance(module, nn.MultiheadAttention):
         yield module
         return
     for child in inner:
         yield from _leaves(child)
 
 
-def _own(a: Any) -> Any:
-    if not isinstance(a, Tensor):
-        return a
-    return a.detach().clone().requires_grad_(a.is_floating_point())
-
-
-def _graph_copy(a: Any) -> Any:
-    # autograd forbids in-place operations on a leaf that requires grad, such as an inplace activation on the input
+def _not_a_leaf(a: Any) -> Any:
+    # autograd forbids in-place operations on a leaf that requires grad, such as an in-place activation on the input
     return a * 1 if isinstance(a, Tensor) and a.requires_grad else a
 
 
@@ -201,10 +243,11 @@ def _random_projection(output: Any, rng: torch.Generator) -> Tensor:
 
 
 class _Channels:
-    """Where the channels of an output lie: last behind a linear layer, before the positions behind a convolution.
+    """Find the dimension of the channels in each output.
 
-    What neither of them made (activations, dropout, layer norms) keeps the dimension of the layer before it: of the
-    latest of the same shape, or else the dimension of the latest layer's width.
+    It is the last after a linear layer, and the one before the positions after a convolution. Other modules
+    (activations, dropout, layer norms) keep the dimension of the latest layer of the same shape, or else take the
+    dimension that has the latest layer's width.
     """
 
     def __init__(self) -> None:
@@ -212,7 +255,7 @@ class _Channels:
         self.width = 0
 
     def dimension(self, module: nn.Module, h: Tensor) -> int:
-        """Return the dimension of the channels in what a module put out."""
+        """Return the dimension of the channels in a module's output."""
         if isinstance(module, _CHANNELS_LAST):
             return self._note(h, h.dim() - 1)
         if isinstance(module, _ConvNd):
@@ -250,8 +293,6 @@ def _measure(name: str, kind: str, h: Tensor, channels: int, pairs: int, rng: to
 
 def plot(signals: dict[str, Signal], path: str | Path) -> None:
     """Draw variance, correlation and gradient norm over depth for several networks, one colour each."""
-    from .figures import canvas, save
-
     figure, axes = canvas(1, 3, width=10, height=3.1)
     names = ("variance of the output", "correlation of sample pairs", "gradient norm")
     for label, signal in signals.items():
@@ -259,7 +300,7 @@ def plot(signals: dict[str, Signal], path: str | Path) -> None:
         depth = range(1, len(rows) + 1)
         for axis, field in zip(axes, ("variance", "correlation", "gradient"), strict=True):
             values = [getattr(row, field) for row in rows]
-            if field != "correlation":  # a zero, such as behind a branch that starts at zero, has no logarithm
+            if field != "correlation":  # a branch that starts at zero has no logarithm
                 values = [v if v > 0 else math.nan for v in values]
             axis.plot(depth, values, marker=".", lw=1, label=label)
     for axis, title in zip(axes, names, strict=True):

@@ -1,30 +1,33 @@
 """Dual activations: E[phi(u) phi(v)] and E[phi'(u) phi'(v)] for Gaussian pairs of any variances.
 
-Four ways, the first that applies: closed forms (identity, ReLU and its leaky kin, erf, GELU); Hermite series, which
-converge geometrically for analytic activations; a `surface` for kinked ones of equal variance; else a double quadrature
-per pair whose panels follow the kinks.
+`Pairs` is the only place that decides how they are computed, by the first way that applies: a closed form (identity,
+ReLU, leaky ReLU, PReLU, erf, GELU); an `interpolant`, where many pairs are expected; a double integral per pair.
+
+A correlation is given twice, as rho and as gap = 1 - rho: the first is exact to relative rounding close to 0, the
+second close to 1, where kinked activations bend like arccos(rho).
 """
 
 from __future__ import annotations
 
 import math
-from functools import lru_cache
+from collections.abc import Callable
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from mimicnorm.arguments import finite
 from mimicnorm.errors import TheoryError
 
-from .activations import Activation, require_close, resolve, settled_moments
+from .activations import Activation, require_close, resolve
 from .arguments import reals
-from .integrals import following_kinks
-from .quadrature import CPU, normal_nodes
-from .series import SMALL, hermite, low_order, sum_series
-from .surface import interpolation, surface, variance_nodes
+from .interpolant import interpolant, interpolation, variance_nodes
+from .quadrature import CPU, normal_nodes, pair_integrals
 
-MAX_PAIRS = 1_500  # of double quadratures in one call: about a minute
-MANY = 4096  # correlations from which a surface is faster than a Hermite series
+MANY = 1000  # expected pairs from which an interpolant over several variances pays
+MANY_OF_ONE_VARIANCE = 32  # ... over one variance
+MAX_PAIRS = 1500  # of double integrals: about half a minute
 
 
 def dual(activation: Any, rho: Tensor | float, q1: float = 1.0, q2: float | None = None, **parameters: float) -> Tensor:
@@ -34,7 +37,7 @@ def dual(activation: Any, rho: Tensor | float, q1: float = 1.0, q2: float | None
         >>> round(float(dual("relu", 0.0)) * 2 * math.pi, 12)
         1.0
     """
-    return pair_moments(*_checked(activation, rho, q1, q2, parameters))[0]
+    return _of_one_pair(resolve(activation, None, **parameters), rho, q1, q2)[0]
 
 
 def dual_slope(
@@ -46,29 +49,32 @@ def dual_slope(
         >>> round(float(dual_slope("relu", 1.0)), 12)
         0.5
     """
-    resolved, q1_, q2_, rho_ = _checked(activation, rho, q1, q2, parameters)
-    require_continuous(resolved)
-    return pair_moments(resolved, q1_, q2_, rho_)[1]
-
-
-def _checked(
-    activation: Any, rho: Tensor | float, q1: float, q2: float | None, parameters: dict[str, float]
-) -> tuple[Activation, Tensor, Tensor, Tensor]:
     resolved = resolve(activation, None, **parameters)
-    variances = [reals("a variance q", q).to(CPU) for q in (q1, q1 if q2 is None else q2)]
-    if not all(bool((q > 0).all()) for q in variances):
-        raise TheoryError("a variance q must be positive and finite; leave out zero vectors.")
+    require_continuous(resolved)
+    return _of_one_pair(resolved, rho, q1, q2)[1]
+
+
+def _of_one_pair(activation: Activation, rho: Tensor | float, q1: float, q2: float | None) -> tuple[Tensor, Tensor]:
+    q1 = finite(q1, "q1", above=0, error=TheoryError)
+    q2 = q1 if q2 is None else finite(q2, "q2", above=0, error=TheoryError)
     rho = check_correlation(rho)
-    try:
-        torch.broadcast_shapes(rho.shape, *(q.shape for q in variances))
-    except RuntimeError as error:
-        shapes = ", ".join(str(tuple(t.shape)) for t in (rho, *variances))
-        raise TheoryError(f"rho, q1 and q2 of shapes {shapes} do not fit together: give one number each.") from error
-    return resolved, variances[0], variances[1], rho
+    return pair_moments(activation, q1, q2, rho, expected=rho.numel())
+
+
+def pair_moments(
+    activation: Activation, q1: float, q2: float, rho: Tensor, *, centred: bool = False, expected: float = math.inf
+) -> tuple[Tensor, Tensor]:
+    """Return E[phi(u) phi(v)] and E[phi'(u) phi'(v)] at correlations rho; arguments as for `Pairs`."""
+    flat = rho.reshape(1, -1)
+    sides = flat.new_full((1,), q1), flat.new_full((flat.shape[1],), q2)
+    value, slope, _ = Pairs(activation, *sides, centred=centred, expected=expected)(
+        slice(None), slice(None), flat, 1 - flat
+    )
+    return value.reshape(rho.shape), slope.reshape(rho.shape)
 
 
 def check_correlation(rho: Tensor | float) -> Tensor:
-    """Return rho as float64, refusing what is no correlation; rounding of 1e-12 beyond +-1 is forgiven."""
+    """Return rho as float64; an error outside [-1, 1], except for rounding of 1e-12."""
     values = reals("a correlation", rho)
     bad = values.abs() > 1 + 1e-12
     if bool(bad.any()):
@@ -78,6 +84,158 @@ def check_correlation(rho: Tensor | float) -> Tensor:
             "divide by the square root of the two variances."
         )
     return values.clamp(-1.0, 1.0)
+
+
+class Moments(NamedTuple):
+    """E[phi], E[phi^2], Var[phi] and E[phi'^2] of phi(sqrt(q) z), one per variance q."""
+
+    mean: Tensor
+    second: Tensor
+    variance: Tensor
+    slope: Tensor
+
+
+def moments(activation: Activation, q: Tensor) -> Moments:
+    """Return the moments of a single input of each variance in q; equal variances get equal moments, bit for bit."""
+    values, inverse = q.unique(return_inverse=True)
+    if has_closed_form(activation):
+        table = _closed_moments(activation, values)
+    else:
+        if not activation.built_in:
+            _require_resolved(activation, 2.0 ** math.ceil(math.log2(float(values.max()))))
+        nodes = variance_nodes(activation, values) if len(values) > 100 else None
+        if nodes is None:
+            parts = [_quadrature_moments(activation, part) for part in values.to(CPU).split(1024)]
+            table = Moments(*(torch.cat(t) for t in zip(*parts, strict=True)))
+        else:
+            at_nodes, weights = _quadrature_moments(activation, nodes), interpolation(nodes, values)
+            # divided by the power of q with which they grow, moments vary less
+            grown = zip(at_nodes, (0.5, 1.0, 1.0, 0.0), strict=True)
+            table = Moments(*(weights @ (m / nodes**p).to(q.device) * values**p for m, p in grown))
+    return Moments(*(m.to(q.device)[inverse] for m in table))
+
+
+def _quadrature_moments(activation: Activation, q: Tensor) -> Moments:
+    scale = torch.sqrt(q)
+    z, w = normal_nodes(activation.kinks, scale.numpy())
+    x = scale[:, None] * z
+    phi, slope = activation(x).detach(), activation.derivative(x)
+    mean = (w * phi).sum(-1)
+    return Moments(mean, (w * phi**2).sum(-1), (w * (phi - mean[:, None]) ** 2).sum(-1), (w * slope**2).sum(-1))
+
+
+def _closed_moments(activation: Activation, q: Tensor) -> Moments:
+    one, zero = torch.ones_like(q), torch.zeros_like(q)
+    variance, slope, _ = _closed_form(activation, q, q, one, zero, centred=True)
+    leaky = leaky_slope(activation)
+    if leaky is not None:
+        mean = (1 - leaky) * torch.sqrt(q / (2 * math.pi))
+    else:
+        mean = q / torch.sqrt(2 * math.pi * (1 + q)) if activation.name == "gelu" else zero
+    return Moments(mean, _closed_form(activation, q, q, one, zero, centred=False)[0], variance, slope)
+
+
+class Pairs:
+    """Expectations between inputs of variances q1 and inputs of variances q2.
+
+    Args:
+        activation: phi.
+        q1: variances of u, (m,).
+        q2: variances of v, (m2,).
+        centred: whether the first expectation is the covariance of phi(u) and phi(v). It is exact to relative
+            rounding; a difference of E[phi(u) phi(v)] and the means would lose a small correlation.
+        expected: how many pairs will be asked for in all, which decides whether an interpolant pays.
+        angles: returns the least and the largest arccos(rho) of pairs other than equal inputs.
+
+    Attributes:
+        one_by_one: whether every pair takes a double integral.
+    """
+
+    def __init__(
+        self,
+        activation: Activation,
+        q1: Tensor,
+        q2: Tensor,
+        *,
+        centred: bool,
+        expected: float,
+        angles: Callable[[], tuple[float, float]] = lambda: (0.0, math.pi),
+    ):
+        self.activation, self.q1, self.q2, self.centred = activation, q1, q2, centred
+        self.interpolant, self.one_by_one = None, False
+        if has_closed_form(activation):
+            return
+        one_variance = bool((q1 == q1[0]).all() & (q2 == q1[0]).all())
+        if expected > (MANY_OF_ONE_VARIANCE if one_variance else MANY):
+            self.interpolant = interpolant(activation, q1, q2, angles())
+        self.one_by_one = self.interpolant is None
+        if self.one_by_one and expected > MAX_PAIRS:
+            raise TheoryError(
+                f"{activation.name!r} has no closed form, and {expected:g} pairs, over all layers, would each need a "
+                f"double integral (limit {MAX_PAIRS}): its kinks are off 0 and the variances unequal, or the "
+                "variances exceed 50 or span a factor above 1,000. Give all inputs one norm, or use fewer points or "
+                "a bias."
+            )
+
+    @cached_property
+    def moments(self) -> tuple[Moments, Moments]:
+        """The moments of u, and those of v."""
+        both = moments(self.activation, torch.cat([self.q1, self.q2]))
+        u, v = zip(*(m.split((len(self.q1), len(self.q2))) for m in both), strict=True)
+        return Moments(*u), Moments(*v)
+
+    @property
+    def powers(self) -> tuple[Tensor, Tensor]:
+        """E[phi(u)^2] and E[phi(v)^2], or the variances if centred."""
+        u, v = self.moments
+        return (u.variance, v.variance) if self.centred else (u.second, v.second)
+
+    def __call__(self, rows: slice, columns: slice, rho: Tensor, gap: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return expectations of a block of pairs with correlations rho = 1 - gap.
+
+        They are E[phi(u) phi(v)] (the covariance if centred), E[phi'(u) phi'(v)], and 1 - (correlation of phi(u) and
+        phi(v)), about 0 or about the means.
+        """
+        q1, q2 = self.q1[rows, None], self.q2[columns]
+        if has_closed_form(self.activation):
+            value, slope, gap_after = _closed_form(self.activation, q1, q2, rho, gap, self.centred)
+            if gap_after is not None:
+                return value, slope, gap_after
+        else:
+            value, slope = self._without_closed_form(rows, columns, rho, gap)
+        power, power_of_v = self.powers[0][rows, None], self.powers[1][columns]
+        gap_after = (1 - value / (torch.sqrt(power) * torch.sqrt(power_of_v))).clamp(min=0.0)
+        # exact at equal inputs, and at opposite ones of odd and even activations: a chaotic layer amplifies rounding
+        equal = (gap == 0) & (q1 == q2)
+        value, gap_after = torch.where(equal, power, value), gap_after.masked_fill(equal, 0.0)
+        slope = torch.where(equal, self.moments[0].slope[rows, None], slope)
+        sign = mirror(self.activation)
+        if sign:
+            opposite = (gap == 2) & (q1 == q2)
+            value, gap_after = torch.where(opposite, sign * power, value), gap_after.masked_fill(opposite, 1.0 - sign)
+        return value, slope, gap_after
+
+    def _without_closed_form(self, rows: slice, columns: slice, rho: Tensor, gap: Tensor) -> tuple[Tensor, Tensor]:
+        q1, q2 = self.q1[rows, None], self.q2[columns]
+        angle = torch.atan2(torch.sqrt(gap * (1 + rho)), rho)
+        if self.interpolant is not None:
+            value, slope = self.interpolant(rows, columns, rho, angle)
+            value = value * (torch.sqrt(q1) * torch.sqrt(q2))
+        else:
+            value, slope = self._integrals(q1, q2, rho, angle)
+        if not self.centred:
+            of_u, of_v = self.moments
+            value = value + of_u.mean[rows, None] * of_v.mean[columns]
+        return value, slope
+
+    def _integrals(self, q1: Tensor, q2: Tensor, rho: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
+        q1, q2 = (q.to(CPU).expand(angle.shape).reshape(-1, 1) for q in (q1, q2))
+        values = []
+        for a, b, t in zip(q1, q2, angle.flatten().tolist(), strict=True):
+            equal_inputs = t == 0 and bool(a == b)  # their moments are known
+            values.append((0.0, 0.0) if equal_inputs else [*map(float, pair_integrals(self.activation, a, b, t))])
+        table = torch.tensor(values, dtype=torch.float64, device=rho.device).reshape(*rho.shape, 2)
+        return table[..., 0] * rho, table[..., 1]
 
 
 def leaky_slope(activation: Activation) -> float | None:
@@ -90,6 +248,47 @@ def leaky_slope(activation: Activation) -> float | None:
 def has_closed_form(activation: Activation) -> bool:
     """Return whether no quadrature is needed at all."""
     return leaky_slope(activation) is not None or (activation.built_in and activation.name in ("erf", "gelu"))
+
+
+def _closed_form(
+    activation: Activation, q1: Tensor, q2: Tensor, rho: Tensor, gap: Tensor, centred: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return what `Pairs` returns, the last only where it is known better than as a difference from 1."""
+    scale, root = torch.sqrt(q1) * torch.sqrt(q2), torch.sqrt(gap * (1 + rho))
+    leaky = leaky_slope(activation)
+    if leaky is not None:
+        return _leaky_relu(leaky, scale, rho, gap, root, centred)
+    # determinants of 1 + covariance from sums of positive terms: products less squares cancel at large variances
+    cov, rest = scale * rho, scale * root
+    if activation.name == "erf":
+        spread = torch.hypot(torch.sqrt(1 + 2 * q1 + 2 * q2), 2 * rest)
+        return torch.atan2(2 * cov, spread) * (2 / math.pi), 4 / math.pi / spread, None
+    # GELU: Stein's lemma twice on E[u v Phi(u) Phi(v)]; `density` is E[N(u) N(v)]
+    spread, norm = torch.hypot(torch.sqrt(1 + q1 + q2), rest), torch.sqrt(1 + q1) * torch.sqrt(1 + q2)
+    density = 1 / (2 * math.pi * spread)
+    both_positive = torch.atan2(spread, -cov) / (2 * math.pi)
+    sides = 1 / (1 + q1) + 1 / (1 + q2)
+    if centred:  # less the means, q1 q2 / (2 pi norm), again without the cancellation
+        tail = (cov / norm) ** 2 * (density - scale * (scale / norm) / (2 * math.pi * (1 + spread / norm)))
+    else:
+        tail = density * rest * rest + density * cov * (cov * sides)
+    return cov * both_positive + tail, both_positive + density * cov * (sides + 1 / spread**2), None
+
+
+def _leaky_relu(
+    slope: float, scale: Tensor, rho: Tensor, gap: Tensor, root: Tensor, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Write phi = a x + b |x|: E|u||v| is the arc-cosine kernel of degree 1 (paper eq. 4), its derivative that of 0."""
+    a2, b2 = ((1 + slope) / 2) ** 2, ((1 - slope) / 2) ** 2 * 2 / math.pi
+    arcsine = torch.atan2(rho, root)
+    bend = -(rho**2) / (1 + root) if centred else root  # root - 1 without its cancellation
+    value = scale * (a2 * rho + b2 * (bend + rho * arcsine))
+    angle = math.pi / 2 - arcsine
+    square = angle**2
+    series = angle * square / 6 * (1 - square / 20 * (1 - square / 42 * (1 - square / 72)))
+    excess = torch.where(angle < 0.1, series, angle - root)  # angle - sin(angle)
+    fall = (a2 + b2 * math.pi / 2) * gap + b2 * (excess - gap * angle)
+    return value, (a2 + b2 * arcsine) + 0 * scale, fall / (a2 + b2 * (math.pi / 2 - centred))
 
 
 @lru_cache(maxsize=256)
@@ -107,151 +306,18 @@ def require_continuous(activation: Activation) -> None:
         )
 
 
-class Moments(NamedTuple):
-    """E[phi], E[phi^2], Var[phi] and E[phi'^2] of phi(sqrt(q) z), one per variance q."""
-
-    mean: Tensor
-    second: Tensor
-    variance: Tensor
-    slope: Tensor
-
-
-def moments(activation: Activation, q: Tensor) -> Moments:
-    """Return the moments of a single input of each variance in q."""
-    closed = _closed_form(activation, q, q, torch.ones_like(q))
-    if closed is None:
-        if not activation.built_in:
-            _require_resolved(activation, 2.0 ** math.ceil(math.log2(float(q.max()))))
-        nodes = variance_nodes(activation, q) if q.numel() > 100 else None
-        if nodes is not None:
-            at, carry = moments(activation, nodes), interpolation(nodes, q.reshape(-1))
-            mean, second, variance, slope = (
-                (carry @ (m / nodes**power).to(q.device)).reshape(q.shape) * q**power
-                for m, power in zip(at, (0.5, 1.0, 1.0, 0.0), strict=True)
-            )
-            return Moments(mean, second, variance, slope)
-        parts = [_moments(activation, part) for part in q.to(CPU).reshape(-1).split(1024)]
-        return Moments(*(torch.cat(t).reshape(q.shape).to(q.device) for t in zip(*parts, strict=True)))
-    variance, slope = _closed_form(activation, q, q, torch.ones_like(q), centred=True) or closed
-    homogeneous = leaky_slope(activation)
-    if homogeneous is not None:
-        mean = (1 - homogeneous) * torch.sqrt(q / (2 * math.pi))
-    else:
-        mean = q / torch.sqrt(2 * math.pi * (1 + q)) if activation.name == "gelu" else torch.zeros_like(q)
-    return Moments(mean, closed[0], variance, slope)
-
-
 @lru_cache(maxsize=256)
 def _require_resolved(activation: Activation, q: float) -> None:
-    """Refuse a callable that the panels of one integral, or those of pairs at correlation 1, do not resolve."""
-    require_close(activation, q, following_kinks(activation, q, q, 1.0), settled_moments(activation, q))
-
-
-def _moments(activation: Activation, q: Tensor) -> Moments:
-    scale = torch.sqrt(q)
-    at_zero = set(activation.kinks) <= {0.0}  # then the nodes of the largest variance resolve the others, too
-    z, w = normal_nodes(activation.kinks, float(scale.max()) if at_zero else scale.numpy())
-    x = scale[:, None] * z
-    phi, slope = activation(x).detach(), activation.derivative(x)
-    mean = (w * phi).sum(-1)
-    return Moments(mean, (w * phi**2).sum(-1), (w * (phi - mean[:, None]) ** 2).sum(-1), (w * slope**2).sum(-1))
-
-
-def pair_moments(
-    activation: Activation, q1: Tensor, q2: Tensor, rho: Tensor, centred: bool = False
-) -> tuple[Tensor, Tensor]:
-    """Return E[phi(u) phi(v)] and E[phi'(u) phi'(v)] over broadcast variances and correlations.
-
-    With `centred` the first is the covariance of phi(u) and phi(v), to relative accuracy: a difference of E[phi(u)
-    phi(v)] and the means would lose what is left of a small correlation.
-    """
-    closed = _closed_form(activation, q1, q2, rho, centred)
-    if closed is not None:
-        return closed
-    equal = q1.numel() == q2.numel() == 1 and float(q1) == float(q2)
-    if not (equal and rho.numel() > MANY):
-        c1, c2 = hermite(activation, q1), hermite(activation, q2)
-        if c1 is not None and c2 is not None:
-            return sum_series(c1 * c2, rho, torch.sqrt(q1 * q2), centred)
-    means = moments(activation, q1).mean * moments(activation, q2).mean
-    table = surface(activation, q1.reshape(1), q1.reshape(1).expand(rho.numel())) if equal else None
-    if table is not None:
-        covariance, slope = (t.reshape(rho.shape) for t in table(slice(None), slice(None), rho.reshape(1, -1)))
-        covariance = covariance * q1
-    else:
-        require_few_pairs(activation, math.prod(torch.broadcast_shapes(q1.shape, q2.shape, rho.shape)))
-        q1, q2, rho = torch.broadcast_tensors(q1, q2, rho)
-        rows = zip(*(t.flatten().tolist() for t in (q1, q2, rho)), strict=True)
-        flat = [following_kinks(activation, *row) for row in rows]
-        value, slope = torch.tensor(flat, dtype=torch.float64, device=rho.device).reshape(*rho.shape, 2).unbind(-1)
-        few = low_order(activation, q1) * low_order(activation, q2)
-        series = (few * rho.clamp(-SMALL, SMALL)[..., None] ** torch.arange(1, few.shape[-1] + 1)).sum(-1)
-        covariance = torch.where(rho.abs() < SMALL, series, value - means)
-    return covariance if centred else covariance + means, slope
-
-
-def require_few_pairs(activation: Activation, pairs: int, layers: int = 1) -> None:
-    """Refuse more double quadratures than anybody would wait for."""
-    if pairs * layers > MAX_PAIRS:
-        raise TheoryError(
-            f"{activation.name!r} has no closed form, and {pairs} pairs of unequal variance in {layers} layer(s) would "
-            f"each need a double quadrature of 5 to 50 ms (limit {MAX_PAIRS}): its kinks are off 0, or the variances "
-            "exceed 50 or span a factor above 1,000. Give all inputs one norm, or use fewer points or a bias."
-        )
-
-
-def _closed_form(
-    act: Activation, q1: Tensor, q2: Tensor, rho: Tensor, centred: bool = False
-) -> tuple[Tensor, Tensor] | None:
-    if not has_closed_form(act):
-        return None
-    slope, scale = leaky_slope(act), torch.sqrt(q1) * torch.sqrt(q2)
-    root = torch.sqrt((1 - rho) * (1 + rho))
-    if slope is not None:
-        # phi = a x + b |x|; E|u||v| is the arc-cosine kernel of degree 1 (paper eq. 4), its derivative that of 0
-        a2, b2 = _halves(slope)
-        angle = torch.asin(rho)
-        bend = -(rho**2) / (1 + root) if centred else root  # root - 1 without its cancellation
-        return scale * (a2 * rho + b2 * (bend + rho * angle)), (a2 + b2 * angle) + 0 * scale
-    # determinants of 1 + covariance from sums of positive terms: products less squares cancel at large variances
-    cov, rest = scale * rho, scale * root
-    if act.name == "erf":
-        spread = torch.hypot(torch.sqrt(1 + 2 * q1 + 2 * q2), 2 * rest)
-        return torch.atan2(2 * cov, spread) * (2 / math.pi), 4 / math.pi / spread
-    # GELU: Stein's lemma twice on E[u v Phi(u) Phi(v)]; `density` is E[N(u) N(v)]
-    spread, norm = torch.hypot(torch.sqrt(1 + q1 + q2), rest), torch.sqrt(1 + q1) * torch.sqrt(1 + q2)
-    density = 1 / (2 * math.pi * spread)
-    both_positive = torch.atan2(spread, -cov) / (2 * math.pi)
-    sides = 1 / (1 + q1) + 1 / (1 + q2)
-    if centred:  # less the means, q1 q2 / (2 pi norm), again without the cancellation
-        tail = (cov / norm) ** 2 * (density - scale * (scale / norm) / (2 * math.pi * (1 + spread / norm)))
-    else:
-        tail = density * rest * rest + density * cov * (cov * sides)
-    return cov * both_positive + tail, both_positive + density * cov * (sides + 1 / spread**2)
-
-
-def _halves(slope: float) -> tuple[float, float]:
-    """Return a^2 and 2 b^2 / pi of leaky ReLU written as a x + b |x|."""
-    return ((1 + slope) / 2) ** 2, ((1 - slope) / 2) ** 2 * 2 / math.pi
-
-
-def near_one(slope: float, gap: Tensor, centred: bool) -> tuple[Tensor, Tensor]:
-    """Return 1 - (correlation after a leaky ReLU) and E[phi' phi'], both from gap = 1 - rho.
-
-    They bend like arccos(rho), which from rho itself is known to 1e-16 / arccos(rho) only.
-    """
-    a2, b2 = _halves(slope)
-    angle = 2 * torch.asin(torch.sqrt(gap / 2))
-    square = angle**2
-    series = angle * square / 6 * (1 - square / 20 * (1 - square / 42 * (1 - square / 72)))
-    excess = torch.where(angle < 0.1, series, angle - torch.sin(angle))
-    fall = (a2 + b2 * math.pi / 2) * gap + b2 * (excess - gap * angle)
-    return fall / (a2 + b2 * (math.pi / 2 - centred)), a2 + b2 * (math.pi / 2 - angle)
+    """Refuse a callable for which the integrals of a pair at correlation 1 are not the moments of one input."""
+    variance = torch.tensor([q], dtype=torch.float64, device=CPU)
+    one = _quadrature_moments(activation, variance)
+    of_pair = map(float, pair_integrals(activation, variance, variance, 0.0))
+    require_close(activation, q, tuple(of_pair), (float(one.variance), float(one.slope)))
 
 
 @lru_cache(maxsize=256)
 def mirror(activation: Activation) -> int:
-    """Return what becomes of correlation -1 at equal norms: -1 (phi is odd), 1 (even), or 0 (neither)."""
+    """Return the correlation of phi(u) and phi(-u): -1 (phi is odd), 1 (even), or 0 (neither)."""
     z, _ = normal_nodes(activation.kinks)
     here, there = activation(z).detach(), activation(-z).detach()
     least = 1e-15 * float(here.abs().max())

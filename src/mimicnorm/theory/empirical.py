@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, jacrev, vjp, vmap
 
+from mimicnorm.arguments import positive_int
 from mimicnorm.errors import TheoryError
+from mimicnorm.surgery import isolate
 
-from .arguments import running, whole
+from .arguments import running
 
 Jacobian = Callable[[slice, dict[str, Tensor]], Tensor]  # (samples, parameters) -> (samples, outputs, parameters)
 
@@ -27,15 +29,16 @@ def empirical_ntk(
 ) -> Tensor:
     """Compute the NTK of any model at its present parameters.
 
-    The Jacobian is never held whole: parameters are taken in groups and samples in blocks, so that two blocks of it
-    fit `memory_bytes`; the kernel is the sum of their products.
+    The Jacobian is never in memory as a whole: parameters are taken in groups and samples in blocks, so that two blocks
+    of it fit `memory_bytes`; the kernel is the sum of their products.
 
     Args:
         model: any module that maps a batch to one tensor; its mode, buffers and gradients stay as they are.
         x: inputs, (m, ...).
         x2: second inputs: the kernel between x and x2.
-        mode: ``"per_sample"``: each sample runs on its own. ``"batch"``: x (and x2) run as whole batches, which is the
-            network's function under BatchNorm in train mode, with the terms through the batch statistics.
+        mode: ``"per_sample"``: each sample runs by itself, through `torch.func.vmap`. ``"batch"``: x (and x2) run as
+            whole batches, which is the network's function under BatchNorm in train mode, with the terms through the
+            batch statistics; also for models that vmap cannot run, such as LSTMs.
         outputs: ``"mean"``: (m, m2), averaged over outputs as trace / outputs; ``"full"``: (m, outputs, m2, outputs).
         memory_bytes: for the blocks of the Jacobian; autograd's temporaries come on top, about as much again.
 
@@ -53,24 +56,27 @@ def empirical_ntk(
     for side in (x, x2):
         if side is not None and (not isinstance(side, Tensor) or side.dim() == 0 or len(side) == 0):
             raise TheoryError("inputs must be tensors of at least one sample, (m, ...).")
-    memory_bytes = whole("memory_bytes", memory_bytes)
-    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    if not parameters:
+    memory_bytes = positive_int(memory_bytes, "memory_bytes", error=TheoryError)
+    if not any(p.requires_grad for p in model.parameters()):
         raise TheoryError("the model has no trainable parameter, so its tangent kernel is zero.")
     _require_function(model, mode)
-    same = x2 is None
-    sides = [x] if x2 is None else [x, x2]
+    sides = (x,) if x2 is None else (x, x2)
+    return isolate.run(model, lambda *sides: _kernel(model, sides, mode, outputs == "full", memory_bytes), sides)
+
+
+def _kernel(model: nn.Module, sides: tuple[Tensor, ...], mode: str, full: bool, memory_bytes: int) -> Tensor:
+    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     jacobians = [(_per_sample if mode == "per_sample" else _batch)(model, parameters, side) for side in sides]
     left, right = jacobians[0], jacobians[-1]
-    m, m2 = len(x), len(sides[-1])
+    m, m2, same = len(sides[0]), len(sides[-1]), len(sides) == 1
     widths = [_output_count(model, side if mode == "batch" else side[:64]) for side in sides]
     if len(set(widths)) > 1:
         raise TheoryError(
             f"the model has {widths[0]} outputs on x and {widths[1]} on x2: a kernel needs as many on both."
         )
     width = widths[0]
-    full = outputs == "full"
-    kernel = torch.zeros(m, width if full else 1, m2, width if full else 1, dtype=torch.float64, device=x.device)
+    shape = (m, width, m2, width) if full else (m, 1, m2, 1)
+    kernel = torch.zeros(shape, dtype=torch.float64, device=sides[0].device)
     for group in _groups(parameters, memory_bytes // 2, max(m, m2) * width):
         size = sum(p.numel() * p.element_size() for p in group.values())
         block = max(1, memory_bytes // (2 * width * size))
@@ -106,32 +112,23 @@ def _groups(parameters: dict[str, Tensor], budget: int, rows: int) -> list[dict[
 
 def _flat(jacobian: dict[str, Tensor], lead: int) -> Tensor:
     parts = [j.detach().flatten(lead) for j in jacobian.values()]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, lead)  # a lone large parameter is not copied
+    return parts[0] if len(parts) == 1 else torch.cat(parts, lead)  # a single large parameter is not copied
 
 
 def _per_sample(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobian:
-    vectorised = True
-
-    def one(chosen: dict[str, Tensor], sample: Tensor) -> Tensor:
-        out = functional_call(model, ({**parameters, **chosen}, _buffers(model)), (sample.unsqueeze(0),))
+    def one(group: dict[str, Tensor], sample: Tensor) -> Tensor:
+        out = functional_call(model, ({**parameters, **group}, _buffers(model)), (sample.unsqueeze(0),))
         return _one_tensor(out).reshape(-1)
 
-    def alone(group: dict[str, Tensor], sample: Tensor) -> Tensor:
-        with torch.inference_mode(False), torch.enable_grad():
-            chosen = {name: p.clone().requires_grad_() for name, p in group.items()}
-            keep = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
-            rows = [torch.autograd.grad(v, list(chosen.values()), **keep) for v in one(chosen, sample)]
-        return torch.stack([torch.cat([g.flatten() for g in row]) for row in rows])
-
     def jacobian(samples: slice, group: dict[str, Tensor]) -> Tensor:
-        nonlocal vectorised
-        if vectorised:
-            try:
-                return _flat(vmap(jacrev(one), (None, 0))(group, x[samples]), 2)
-            except (RuntimeError, ValueError, TypeError, NotImplementedError):
-                vectorised = False  # vmap has no rule for LSTMs, among others, nor for branches on values
-        with running("the model", x[samples]):
-            return torch.stack([alone(group, sample) for sample in x[samples]])
+        try:
+            return _flat(vmap(jacrev(one), (None, 0), randomness="different")(group, x[samples]), 2)
+        except (RuntimeError, ValueError, TypeError) as error:  # such as an LSTM, or a branch on values
+            reason = str(error).strip().split("\n")[0].rstrip(".")
+            raise TheoryError(
+                f"torch.func.vmap cannot run the model sample by sample ({reason}). Use mode='batch': the kernel is "
+                "the same where no sample depends on another."
+            ) from error
 
     return jacobian
 
@@ -139,7 +136,7 @@ def _per_sample(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> J
 def _batch(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobian:
     def jacobian(samples: slice, group: dict[str, Tensor]) -> Tensor:
         def whole(chosen: dict[str, Tensor]) -> Tensor:
-            # buffers in here: a train-mode BatchNorm updates its own in place, which vjp forbids on outer tensors
+            # buffers made in here: a BatchNorm in train mode updates them in place, which vjp forbids on outer tensors
             return _rows(_one_tensor(functional_call(model, ({**parameters, **chosen}, _buffers(model)), (x,))))
 
         out, pull, *_ = vjp(whole, group)
@@ -158,8 +155,8 @@ def _buffers(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _output_count(model: nn.Module, x: Tensor) -> int:
-    """Return the outputs per sample, refusing a model that makes something else of x each time."""
-    with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []), running("the model", x):
+    """Return the number of outputs per sample; refuse a model whose output on x differs between runs."""
+    with torch.no_grad(), running("the model", x):
 
         def run() -> Tensor:
             return _rows(_one_tensor(functional_call(model, _buffers(model), (x,))))
@@ -167,7 +164,7 @@ def _output_count(model: nn.Module, x: Tensor) -> int:
         state, out = torch.get_rng_state(), run()
         if not bool(torch.isfinite(out).all()):
             raise TheoryError("the model's output is not finite on these inputs.")
-        # who draws random numbers may drop a path only now and then
+        # a model that draws random numbers may drop a path only now and then
         again = 1 if torch.equal(state, torch.get_rng_state()) else 16
         same = all(torch.allclose(run(), out, rtol=1e-4, atol=1e-4 * float(out.abs().max())) for _ in range(again))
     if not same:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 from collections.abc import Callable
-from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mimicnorm.errors import TheoryError
+from mimicnorm.pictures import canvas, require_picture, save
 
 from .kernels import block_scales, layerwise, residual_kernels
 from .montecarlo import correlation_band, gradient_growth
@@ -27,62 +25,6 @@ if TYPE_CHECKING:
 
 COLOURS = {"straight": "#4477aa", "weight_mean": "#ee6677", "batch_norm": "#228833"}
 LABELS = {"straight": "straight", "weight_mean": "weight mean", "batch_norm": "BatchNorm"}
-
-
-def canvas(rows: int, columns: int, width: float, height: float, **shared: Any) -> tuple[Figure, Any]:
-    """Return a figure without a window system, and its axes."""
-    new_canvas, new_figure = _matplotlib()
-    figure = new_figure(figsize=(width, height), layout="constrained")
-    new_canvas(figure)
-    axes = figure.subplots(rows, columns, squeeze=False, **shared)
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-    return figure, axes if rows > 1 else axes[0]
-
-
-def require_picture(path: str | Path) -> Path:
-    """Return where a picture is to be written, or say what is wrong with the name: to be asked before any work."""
-    known, path = _matplotlib()[0].get_supported_filetypes(), Path(path)
-    if path.suffix[1:].lower() not in known:
-        raise TheoryError(
-            f"cannot draw to {str(path)!r}: {path.suffix!r} is no figure format, end the name in one of "
-            f".{', .'.join(sorted(known))}."
-        )
-    if not path.parent.is_dir():
-        raise TheoryError(f"cannot draw to {str(path)!r}: there is no directory {str(path.parent)!r}.")
-    return path
-
-
-def save(figure: Figure, path: str | Path, *, dpi: int = 100, palette: int | None = 96) -> None:
-    """Write the figure, whole or not at all; the ending of the path chooses the format.
-
-    A PNG gets a palette: hundreds of translucent lines would make one of several hundred kilobytes.
-    """
-    path = require_picture(path)
-    ending = path.suffix[1:].lower()
-    figure.savefig(buffer := BytesIO(), format=ending, dpi=dpi)
-    if ending == "png" and palette:
-        from PIL import Image
-
-        Image.open(buffer).convert("RGB").quantize(palette).save(buffer := BytesIO(), "PNG", optimize=True)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        partial.write_bytes(buffer.getvalue())
-        os.replace(partial, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
-        raise TheoryError(f"cannot write {path}: {error.strerror or error}.") from error
-
-
-def _matplotlib() -> tuple[Any, Any]:
-    """The canvas and the figure of matplotlib, which only figures need."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise TheoryError("figures need matplotlib: pip install 'mimicnorm[plot]'.") from error
-    return FigureCanvasAgg, Figure
 
 
 def samples(inputs: Tensor | None, count: int, seed: int) -> Tensor:

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mimicnorm.arguments import positive_int
+from mimicnorm.errors import TheoryError
+
 from .activations import resolve
-from .arguments import whole
 from .dual import check_correlation, dual
 from .empirical import empirical_ntk
 from .kernels import Scales, kernels, residual_kernels
@@ -22,7 +24,7 @@ from .transition import Transition
 
 @dataclass(frozen=True)
 class Estimate:
-    """A measured mean with its standard error over `count` independent draws, and what the theory says."""
+    """A measured mean with its standard error over `count` independent draws, and the theory's prediction."""
 
     statement: str
     value: float
@@ -45,8 +47,8 @@ class Estimate:
 
 
 def _estimate(statement: str, draw: Callable[[int], float], predicted: float, count: int, seed: int) -> Estimate:
-    whole("count, of draws for a standard error,", count, 2)
-    seed = whole("seed", seed, 0)
+    count = positive_int(count, "count", least=2, error=TheoryError)
+    seed = positive_int(seed, "seed", least=0, error=TheoryError)
     values = torch.tensor([draw(seed + i) for i in range(count)], dtype=torch.float64)
     return Estimate(statement, float(values.mean()), float(values.std()) / math.sqrt(count), predicted, count, seed)
 
@@ -85,7 +87,7 @@ def lemma1(n: int = 64, rho: float = 0.5, activation: Any = "relu", *, count: in
     The factor is (n_i - 1)/n_i, n_i the fan-in; the appendix prints n_o.
     """
     phi, n_out = resolve(activation), 32
-    whole("n, a fan-in to be centred,", n, 2)
+    n = positive_int(n, "n", least=2, error=TheoryError)
 
     def draw(s: int) -> float:
         (w,) = _normal(s, (n_out, n))
@@ -106,8 +108,8 @@ def theorem1(
     + (m - 1) o) / (d - o); the error is a jackknife's over networks. It tends to 1 in the chaotic phase and to (m +
     3)/3 on the critical line (ReLU) as depth grows.
     """
-    whole("points, for a condition number,", points, 2)
-    whole("count, of draws for a standard error,", count, 2)
+    points = positive_int(points, "points", least=2, error=TheoryError)
+    count = positive_int(count, "count", least=2, error=TheoryError)
     transition = Transition(kind)
     x = torch.eye(points, dtype=torch.float64) * math.sqrt(points)
     nets = [FiniteNetwork(points, width, depth, transition, seed=seed + i, outputs=4) for i in range(count)]
@@ -195,7 +197,7 @@ def gradient_growth(
 
     Under BatchNorm chi1 is the limit of large batches; small ones grow faster.
     """
-    whole("depth, for growth between inner layers,", depth, 3)
+    depth = positive_int(depth, "depth", least=3, error=TheoryError)
     transition = Transition(kind)
 
     def draw(s: int) -> float:
@@ -236,7 +238,7 @@ def correlation_band(width: int, activation: Any = "relu") -> float:
         >>> round(1.96 * correlation_band(300), 3)
         0.201
     """
-    whole("width", width)
+    width = positive_int(width, "width", error=TheoryError)
     a = float(Transition("weight_mean", activation).derivative(0.0))
     return math.sqrt((1 + 1 / (1 - a**2)) / width)
 

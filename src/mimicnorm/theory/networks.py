@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
+from mimicnorm.arguments import positive_int
 from mimicnorm.errors import TheoryError
 
-from .arguments import whole
-from .kernels import Scales, block_scales
-from .transition import Transition, check_depth
+from .kernels import Scales, block_scales, require_transition
+from .transition import Transition
 
 
 class NtkLinear(nn.Module):
@@ -73,15 +73,13 @@ class FiniteNetwork(nn.Module):
     ):
         """Draw the parameters."""
         super().__init__()
-        check_depth(depth)
-        if not isinstance(transition, Transition):
-            raise TheoryError(
-                f"transition must be a Transition, such as Transition('weight_mean'), not {transition!r}."
-            )
-        least = 2 if transition.kind == "weight_mean" else 1  # centring takes a lone weight to zero
-        inputs, outputs = whole("inputs", inputs), whole("outputs", outputs)
-        width = whole(f"width of a {transition.kind} network", width, least)
-        rng = torch.Generator().manual_seed(whole("seed", seed, 0))
+        require_transition(transition)
+        depth = positive_int(depth, "depth", error=TheoryError)
+        inputs = positive_int(inputs, "inputs", error=TheoryError)
+        outputs = positive_int(outputs, "outputs", error=TheoryError)
+        least = 2 if transition.kind == "weight_mean" else 1  # centring makes a single weight zero
+        width = positive_int(width, f"width of a {transition.kind} network", least=least, error=TheoryError)
+        rng = torch.Generator().manual_seed(positive_int(seed, "seed", least=0, error=TheoryError))
         self.inputs = inputs
         plain = residual is None
         self.phi = transition.activation

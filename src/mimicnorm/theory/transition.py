@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mimicnorm.arguments import finite, positive_int
 from mimicnorm.errors import TheoryError
 
 from .activations import Activation, resolve
-from .arguments import number, whole
 from .dual import check_correlation, leaky_slope, moments, pair_moments, require_continuous
 
 KINDS = ("straight", "weight_mean", "batch_norm")
@@ -82,23 +82,24 @@ class Transition:
         if not isinstance(self.kind, str) or self.kind not in KINDS:
             raise TheoryError(f"unknown kind {self.kind!r}: use one of {', '.join(map(repr, KINDS))}.")
         object.__setattr__(self, "activation", resolve(self.activation))
-        object.__setattr__(self, "sigma_b2", number("sigma_b2, a variance,", self.sigma_b2, least=0))
+        object.__setattr__(self, "sigma_b2", finite(self.sigma_b2, "sigma_b2", least=0, error=TheoryError))
         if not (isinstance(self.sigma_w2, str) and self.sigma_w2 == "stable"):
-            object.__setattr__(self, "sigma_w2", number("sigma_w2, if not 'stable',", self.sigma_w2, above=0))
+            name = "sigma_w2 (if not 'stable')"
+            object.__setattr__(self, "sigma_w2", finite(self.sigma_w2, name, above=0, error=TheoryError))
         elif self.sigma_b2 >= 1:
             raise TheoryError(f"no stable sigma_w2 exists for sigma_b2 = {self.sigma_b2}: it must be below 1.")
         if self.fan_in is not None:
-            object.__setattr__(self, "fan_in", whole("fan_in", self.fan_in, 2))
+            object.__setattr__(self, "fan_in", positive_int(self.fan_in, "fan_in", least=2, error=TheoryError))
 
     @property
     def centred(self) -> bool:
-        """Whether the layer takes the mean of phi away."""
+        """Whether the layer subtracts the mean of phi."""
         return self.kind != "straight"
 
     def layer_power(self, q: Tensor) -> tuple[Tensor, Tensor]:
         """Return E[phi^2], less the squared mean where the layer centres, and E[phi'^2], at variances q."""
-        found = moments(self._phi, q)
-        return found.variance if self.centred else found.second, found.slope
+        at_q = moments(self._phi, q)
+        return at_q.variance if self.centred else at_q.second, at_q.slope
 
     @property
     def _phi(self) -> Activation:
@@ -125,7 +126,7 @@ class Transition:
 
     def variance_map(self, q: float) -> float:
         """Return the variance after a layer whose input has variance q."""
-        q = max(number("a variance q", q, least=0), 1e-300)  # the limit at 0 is phi(0)
+        q = max(finite(q, "q", least=0, error=TheoryError), 1e-300)  # the limit at 0 is phi(0)
         if self.kind == "batch_norm":
             return 1.0
         return self.effective_w2 * float(self.layer_power(_scalar(q))[0]) + self.sigma_b2
@@ -156,7 +157,7 @@ class Transition:
         """Return the correlation after one layer."""
         rho = check_correlation(rho)
         q, bias, after = self._reference
-        value, _ = pair_moments(self._phi, _scalar(q), _scalar(q), rho, self.centred)
+        value, _ = pair_moments(self._phi, q, q, rho, centred=self.centred)
         mapped = (self.effective_w2 * value + bias) / after
         # exactly 1 at 1: under a chaotic map the rounding error would grow by chi1 per layer
         return torch.where(rho == 1, 1.0, mapped.clamp(-1.0, 1.0))
@@ -165,7 +166,7 @@ class Transition:
         """Return dT/drho, in closed form where there is one: autograd of sqrt(1 - rho^2) is NaN at +-1."""
         require_continuous(self._phi)
         q, _, after = self._reference
-        _, slope = pair_moments(self._phi, _scalar(q), _scalar(q), check_correlation(rho))
+        _, slope = pair_moments(self._phi, q, q, check_correlation(rho))
         return self.effective_w2 * q * slope / after
 
     @cached_property
@@ -199,7 +200,7 @@ class Transition:
                 f"the variance of this {self._phi.name} network dies out with depth, where {self._phi.name} is linear "
                 "and keeps every correlation: there are no fixed points. Use a larger sigma_w2, or a bias."
             )
-        # even in theta, which spreads the points near +-1 where roots crowd
+        # even in theta, which spreads the points close to +-1 where roots crowd
         grid = torch.cos(torch.linspace(math.pi, 0, 2001, dtype=torch.float64))
         grid[0], grid[1000], grid[-1] = -1.0, 0.0, 1.0
         gap = self(grid) - grid
@@ -253,16 +254,11 @@ class Transition:
             >>> [round(x, 4) for x in Transition("weight_mean").iterate(0.5, 3).tolist()]
             [0.5, 0.4264, 0.3559, 0.2909]
         """
-        depth = check_depth(depth)
+        depth = positive_int(depth, "depth", error=TheoryError)
         path = [check_correlation(rho)]
         for _ in range(depth):
             path.append(self(path[-1]))
         return torch.stack(path)
-
-
-def check_depth(depth: Any) -> int:
-    """Return a number of layers as int, refusing what is none."""
-    return whole("depth counts weight layers: it", depth)
 
 
 def _scalar(q: float) -> Tensor:

@@ -2,8 +2,9 @@
 
     result = mimicnorm.training.train(mimicnorm.training.recipe("digits-resnet10"), "runs/digits")
 
-The same call on the same folder resumes, or returns the finished result. Start reading in ``loop.py``. Names load
-on first use: the command line reads the recipes and must not wait for torch.
+The same call on the same folder resumes, or returns the finished result. Start reading in ``loop.py``; all of resume is
+in ``state.py``; many runs at once in ``sweep.py``. Names load on first use: the command line reads the recipes and must
+not wait for torch.
 """
 
 from __future__ import annotations
@@ -15,18 +16,20 @@ _WHERE = {
     "RECIPES": "recipes",
     "Recipe": "recipes",
     "recipe": "recipes",
-    "Result": "folder",
+    "Result": "state",
     "network": "build",
+    "run_all": "sweep",
     "train": "loop",
 }
 
-__all__ = ["RECIPES", "Recipe", "Result", "network", "recipe", "train"]
+__all__ = ["RECIPES", "Recipe", "Result", "network", "recipe", "run_all", "train"]
 
 if TYPE_CHECKING:
     from mimicnorm.training.build import network
-    from mimicnorm.training.folder import Result
     from mimicnorm.training.loop import train
     from mimicnorm.training.recipes import RECIPES, Recipe, recipe
+    from mimicnorm.training.state import Result
+    from mimicnorm.training.sweep import run_all
 
 
 def __getattr__(name: str) -> Any:

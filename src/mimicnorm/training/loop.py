@@ -1,33 +1,42 @@
-"""The loop: one recipe, one folder, one result, whatever happens on the way.
+"""The loop: one recipe, one folder, one result.
 
-Everything that decides a step is a function of (recipe, step): the order of the images, their augmentation, the
-learning rate, dropout. So a checkpoint is weights, momentum and a few counters, and a run that was killed anywhere
-goes on bit for bit as if it had not been.
+Order of the images, augmentation, learning rate and dropout are functions of (recipe, step). So a checkpoint holds
+weights, momentum and a few counters (``state.py``), and a run that was killed anywhere goes on bit for bit as if it had
+not been.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
+import os
+import signal
+import threading
+import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mimicnorm import data
+from mimicnorm.arguments import positive_int
 from mimicnorm.errors import NonFiniteError, RecipeError
+from mimicnorm.layers import LastNorm
 from mimicnorm.training.build import network
-from mimicnorm.training.evaluate import evaluate
-from mimicnorm.training.folder import Result, data_identity, opened
-from mimicnorm.training.processes import joined
-from mimicnorm.training.progress import Progress, TensorBoard
+from mimicnorm.training.processes import init_process_group
+from mimicnorm.training.progress import Progress
 from mimicnorm.training.recipes import Recipe
-from mimicnorm.training.run import Diverged, Run
-from mimicnorm.training.schedule import batches_of
-from mimicnorm.training.step import Trainer
-from mimicnorm.training.stopping import Stopping
+from mimicnorm.training.state import METRICS, TIMING, Position, Result, RunFolder, data_identity, restore, run_folder
+from mimicnorm.training.step import Trainer, epoch_batches, learning_rate
 
 Sources = tuple[data.Source, data.Source]
+PARENT = "MIMICNORM_PARENT"
+"""Environment variable with the process without which a run is to stop: a sweep's."""
 
 
 def train(
@@ -64,69 +73,212 @@ def train(
         >>> train(recipe("digits-resnet10", epochs=1), "runs/digits").status  # doctest: +SKIP
         'done'
     """
-    if checkpoint_steps < 0 or not checkpoint_seconds >= 0:
-        raise RecipeError(f"{checkpoint_steps=} and {checkpoint_seconds=} must not be negative")
-    with joined(device) as processes, opened(Path(out), processes.main) as folder:
-        with processes.all_or_none():
-            known = data_identity(*sources) if sources and processes.main else None
-            over = folder.begin(recipe, known) if processes.main else None
-        over = processes.from_main(over)
-        if over is not None:
-            return over
+    positive_int(checkpoint_steps, "checkpoint_steps", least=0, error=RecipeError)
+    if not checkpoint_seconds >= 0:
+        raise RecipeError(f"{checkpoint_seconds=}: use a number of seconds of at least 0")
+    with contextlib.ExitStack() as stack:
+        processes = stack.enter_context(init_process_group(device))
+        folder = stack.enter_context(run_folder(Path(out), recipe, processes.main))
+        result = processes.on_main(lambda: folder.result(data_identity(*sources) if sources else None))
+        if result is not None:
+            return result
         train_set, test_set = sources or load(recipe, data_dir)
-        steps_per_epoch = len(train_set) // recipe.batch
-        if steps_per_epoch == 0 or recipe.batch < processes.size:
+        if not processes.size <= recipe.batch <= len(train_set):
             raise RecipeError(
                 f"batch={recipe.batch}: it must be at most {len(train_set)}, the number of training images, and at "
                 f"least {processes.size}, that of processes"
             )
-        own_devices = [processes.device] if processes.device.type == "cuda" else []
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(own_devices))
-            stopping = stack.enter_context(Stopping())
-            trainer = Trainer(recipe, network(recipe, train_set), processes, steps_per_epoch)
-            bar = Progress(recipe, steps_per_epoch, progress and processes.main)
-            stack.callback(bar.close)
-            with processes.all_or_none():
-                known = known or (data_identity(train_set, test_set) if processes.main else {})
-            run = Run(trainer, folder, bar, stopping, known, checkpoint_steps, checkpoint_seconds)
-            run.resume()
-            if tensorboard and processes.main:
-                run.board = TensorBoard(folder.path, run.at.step)
-                stack.callback(run.board.close)
-            bar.start(run.at.step)
-            return _to_the_end(run, train_set, test_set)
+        stack.enter_context(torch.random.fork_rng([processes.device] if processes.device.type == "cuda" else []))
+        stop = stack.enter_context(_stop_signals())
+        steps = recipe.epochs * (len(train_set) // recipe.batch)
+        trainer = Trainer(recipe, network(recipe, train_set), processes, steps)
+        checkpoint = processes.on_main(lambda: folder.resume(data_identity(train_set, test_set)))
+        position = restore(trainer, *checkpoint) if checkpoint else Position()
+        board = folder.path / "tensorboard" if tensorboard and processes.main else None
+        bar = stack.enter_context(Progress(recipe, steps, position.step, progress and processes.main, board))
+        run = _Run(trainer, folder, bar, stop, position, checkpoint_steps, checkpoint_seconds)
+        return _train_loop(run, train_set, test_set)
 
 
-def _to_the_end(run: Run, train_set: data.Source, test_set: data.Source) -> Result:
+def _train_loop(run: _Run, train_set: data.Source, test_set: data.Source) -> Result:
     try:
-        while run.at.epoch < run.recipe.epochs:
-            run.start_counting()
-            for images, labels in _rest_of_epoch(run, train_set):
-                run.count(*run.trainer.step(images, labels, run.at.step))
-                if run.stop_or_save():
-                    return run.interrupted()
-            run.read_counts()
-            run.log_epoch(evaluate(run.trainer, test_set))
-            if run.stop_or_save() and run.at.epoch < run.recipe.epochs:
-                return run.interrupted()
-    except Diverged as error:
-        return run.diverged(error.step)
-    except NonFiniteError:  # from micro-batches, before the step is counted
-        return run.diverged(run.at.step + 1)
-    return run.done()
+        while run.position.epoch < run.trainer.recipe.epochs:
+            for images, labels in run.rest_of_epoch(train_set):
+                run.count(*run.trainer.step(images, labels, run.position.step))
+                if run.save_if_due():
+                    return run.end("interrupted")
+            run.read_pending()
+            run.end_epoch(evaluate(run.trainer, test_set))
+            if run.save_if_due() and run.position.epoch < run.trainer.recipe.epochs:
+                return run.end("interrupted")
+    except NonFiniteError:
+        return run.end("diverged")
+    return run.end("done")
 
 
-def _rest_of_epoch(run: Run, source: data.Source) -> Iterator[tuple[Tensor, Tensor]]:
-    """This process's share of every batch that is still to come in the epoch."""
-    recipe, processes, epoch = run.recipe, run.trainer.processes, run.at.epoch
-    shares = [processes.share(b) for b in batches_of(recipe, len(source), epoch)[run.at.batch :]]
-    augment = recipe.augment != "none"
-    yield from source.batches(shares, seed=recipe.seed, epoch=epoch, augment=augment, device=processes.device)
+@dataclass
+class _Run:
+    """A run on its way, alike in every process; the main one writes."""
+
+    trainer: Trainer
+    folder: RunFolder
+    bar: Progress
+    stop: list[int]
+    position: Position
+    checkpoint_steps: int
+    checkpoint_seconds: float
+
+    def __post_init__(self) -> None:
+        self.recipe, self.processes = self.trainer.recipe, self.trainer.processes
+        self.steps_per_epoch = self.trainer.steps // self.recipe.epochs
+        self.saved_at = time.monotonic()
+        self.pending: list[Tensor] = []
+
+    @property
+    def batches_done(self) -> int:
+        """Batches of the epoch that has begun."""
+        return self.position.step - self.position.epoch * self.steps_per_epoch
+
+    def rest_of_epoch(self, source: data.Source) -> Iterator[tuple[Tensor, Tensor]]:
+        """Give this process's share of every batch that is still to come in the epoch."""
+        recipe, epoch = self.recipe, self.position.epoch
+        batches = epoch_batches(recipe, len(source), epoch)[self.batches_done :]
+        shares = [self.processes.share(batch) for batch in batches]
+        augment = recipe.augment != "none"
+        self.clock = time.perf_counter()
+        yield from source.batches(shares, seed=recipe.seed, epoch=epoch, augment=augment, device=self.processes.device)
+
+    def count(self, loss: Tensor, correct: Tensor) -> None:
+        """Count one more step. Its numbers stay on the device for now: reading them would make it wait."""
+        self.position.step += 1
+        self.pending.append(torch.stack([loss.float(), correct.float()]))
+        self.bar.step(self.position.step)
+        if self.position.step % self.recipe.log_every == 0:
+            loss_now = self.read_pending()
+            self._log({"step": self.position.step, "loss": loss_now, "lr": self._rate()})
+            accuracy = self.position.correct / (self.batches_done * self.recipe.batch)
+            self.bar.loss(self.position.step, self.position.epoch + 1, loss_now, accuracy)
+
+    def read_pending(self) -> float:
+        """Add the pending steps of all processes to the position; return the last loss.
+
+        Raises:
+            NonFiniteError: In all processes, if a loss is not finite in one; the position's step is the one before.
+        """
+        loss, position = math.nan, self.position
+        counts = self.processes.sum(torch.stack(self.pending)).tolist() if self.pending else []
+        self.pending.clear()
+        for step, (loss, correct) in enumerate(counts, position.step - len(counts) + 1):
+            if not math.isfinite(loss):
+                position.step = step - 1
+                raise NonFiniteError(f"the loss of step {step} is {loss}")
+            position.loss, position.correct = position.loss + loss, position.correct + correct
+        now = time.perf_counter()
+        position.seconds, self.clock = position.seconds + now - self.clock, now
+        return loss
+
+    def end_epoch(self, measured: dict[str, float | None]) -> None:
+        """Write down an epoch and its evaluation, and save."""
+        at, images = self.position, self.steps_per_epoch * self.recipe.batch
+        means = {"train_loss": at.loss / self.steps_per_epoch, "train_accuracy": at.correct / images}
+        line = {"epoch": at.epoch + 1, "step": at.step, "lr": self._rate(), **means, **measured}
+        timing = {"epoch": at.epoch + 1, "seconds": at.seconds, "images_per_second": images / max(at.seconds, 1e-9)}
+        self._log(line, timing)
+        self.bar.epoch(line | timing)
+        self.position = Position(at.epoch + 1, at.step, history=[*at.history, line | timing])
+        self._save()
+
+    def _log(self, line: dict[str, Any], timing: dict[str, Any] | None = None) -> None:
+        variance = last_norm_variance(self.trainer)
+        if variance is not None:
+            low, middle, high = (float(f(variance)) for f in (torch.min, torch.median, torch.max))
+            line["last_norm_variance"] = {"min": low, "median": middle, "max": high}
+        logs = {METRICS: line} if timing is None else {METRICS: line, TIMING: timing}
+        self.processes.on_main(lambda: [self.folder.append(name, text) for name, text in logs.items()])
+        self.bar.board_line(line, variance)
+
+    def _rate(self) -> float:
+        """Return the learning rate of the step that was just done."""
+        return learning_rate(self.recipe, self.position.step - 1, self.trainer.steps)
+
+    def save_if_due(self) -> bool:
+        """Save if a checkpoint is due or the run is to stop; return whether to stop. All processes agree."""
+        due = time.monotonic() - self.saved_at > self.checkpoint_seconds
+        due |= bool(self.checkpoint_steps) and self.position.step % self.checkpoint_steps == 0
+        orphan = os.environ.get(PARENT, "") not in ("", str(os.getppid()))
+        stop, due = self.processes.any(bool(self.stop) or orphan, due)
+        batches = self.batches_done  # 0 after an epoch's end, which has saved
+        if batches and (stop or (due and batches < self.steps_per_epoch)):
+            self.read_pending()
+            self._save()
+        return stop
+
+    def _save(self) -> None:
+        self.processes.on_main(lambda: self.folder.save(self.trainer, self.position))
+        self.saved_at = time.monotonic()
+
+    def end(self, status: Literal["done", "diverged", "interrupted"]) -> Result:
+        """Return the result; unless interrupted, write it down."""
+        step, history = self.position.step, self.position.history
+        if status == "interrupted":
+            self.bar.say(f"stopped and saved at step {step}; the same command goes on from there")
+            return Result(status, step, history, self.stop[0] if self.stop else None)
+        if status == "diverged":
+            step += 1  # the first one with a loss that is not finite
+            self.bar.say(f"diverged: the loss of step {step} is not finite")
+        result = Result(status, step, history)
+        self.processes.on_main(lambda: self.folder.finish(result, self.trainer))
+        return result
+
+
+def evaluate(trainer: Trainer, source: data.Source) -> dict[str, float | None]:
+    """Measure loss and accuracies (fractions) on all images, in eval mode; a loss that is not finite is None."""
+    recipe, processes, model = trainer.recipe, trainer.processes, trainer.bare
+    processes.copy_from_main(*model.buffers())
+    batches = torch.arange(len(source)).split(recipe.micro_batch or recipe.batch)
+    shares = [share for share in map(processes.share, batches) if len(share)]
+    sums = [torch.zeros(3, device=processes.device)]
+    model.eval()
+    try:
+        with torch.no_grad(), trainer.autocast():
+            given = source.batches(shares, seed=recipe.seed, epoch=0, augment=False, device=processes.device)
+            for images, labels in given:
+                logits = model(images.to(memory_format=trainer.format)).float()
+                best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
+                loss = F.cross_entropy(logits, labels, reduction="sum")
+                sums.append(torch.stack([loss, best[:, 0].sum().float(), best.sum().float()]))
+    finally:
+        model.train()
+    loss, top1, top5 = (processes.sum(torch.stack(sums).cpu().double().sum(0)) / len(source)).tolist()
+    return {"test_loss": loss if math.isfinite(loss) else None, "top1": top1, "top5": top5}
+
+
+def last_norm_variance(trainer: Trainer) -> Tensor | None:
+    """Return the running variance of each class's logits in the last BN (the paper's Appendix B.2), if there is one."""
+    return next((m.running_var for m in trainer.bare.modules() if isinstance(m, LastNorm)), None)
 
 
 def load(recipe: Recipe, data_dir: str | Path | None = None) -> Sources:
-    """The training and test data that a recipe names."""
+    """Load the training and test data that a recipe names."""
     options = {"data_dir": data_dir, "augment": recipe.augment}
     train_set = data.load(recipe.data, "train", limit=recipe.limit or None, **options)  # pyrefly: ignore
     return train_set, data.load(recipe.data, "test", limit=recipe.test_limit or None, **options)  # pyrefly: ignore
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """Collect SIGTERM and SIGINT, so that the step can be finished and saved first; a second Ctrl-C stops at once."""
+    received: list[int] = []
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGINT and received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    here = threading.current_thread() is threading.main_thread()  # elsewhere Python sets no handlers
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT) if here}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,13 +1,13 @@
-"""One process or many (torchrun): who takes which images, and what all must agree on."""
+"""One process or several (torchrun): which images each takes, and what all must agree on."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from mimicnorm.errors import RecipeError
 from mimicnorm.microbatch.ranks import all_or_none
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -35,60 +37,38 @@ class Processes:
         return indices.tensor_split(self.size)[self.rank]
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes."""
-        return self._reduced(tensor, dist.ReduceOp.SUM)
-
-    def min(self, tensor: Tensor) -> Tensor:
-        """The least over all processes."""
-        return self._reduced(tensor, dist.ReduceOp.MIN)
+        """Sum a tensor over all processes, in double precision and in host memory."""
+        total = tensor.cpu().double()  # on the host first: not every device has doubles
+        if self.size > 1:
+            dist.all_reduce(total)
+        return total
 
     def any(self, *flags: bool) -> list[bool]:
-        """For each flag, whether any process raised it (in host memory: no device waits for it)."""
-        if self.size == 1:
-            return list(flags)
-        return self._reduced(torch.tensor(flags, dtype=torch.int32), dist.ReduceOp.MAX).bool().tolist()
-
-    def from_main(self, value: Any) -> Any:
-        """What the main process has."""
-        if self.size == 1:
-            return value
-        held = [value]
-        dist.broadcast_object_list(held, src=0)
-        return held[0]
+        """For each flag, whether any process raised it."""
+        return self.sum(torch.tensor(flags)).bool().tolist() if self.size > 1 else list(flags)
 
     def copy_from_main(self, *tensors: Tensor) -> None:
-        """Give every process the main one's values."""
+        """Overwrite tensors with the main process's values."""
         for tensor in tensors if self.size > 1 else ():
-            held = tensor.detach().contiguous()
-            dist.broadcast(held, src=0)
-            tensor.detach().copy_(held)
+            values = tensor.detach().contiguous()
+            dist.broadcast(values, src=0)
+            tensor.detach().copy_(values)
 
-    @contextlib.contextmanager
-    def all_or_none(self) -> Iterator[None]:
-        """What fails inside in one process is raised in all, at the end, so that none waits for it."""
+    def on_main(self, action: Callable[[], Value]) -> Value:
+        """Do something in the main process and return its result, or raise its error, in all of them."""
+        values: list[Any] = [None]
         with all_or_none(torch.device("cpu"), "What was saved before is untouched"):
-            yield
-
-    def _reduced(self, tensor: Tensor, operation: Any) -> Tensor:
-        if self.size == 1:
-            return tensor
-        total = tensor.clone()
-        dist.all_reduce(total, operation)
-        return total
+            if self.main:
+                values = [action()]
+        if self.size > 1:
+            dist.broadcast_object_list(values, src=0)
+        return values[0]
 
 
 @contextlib.contextmanager
-def joined(device: str = "auto") -> Iterator[Processes]:
+def init_process_group(device: str = "auto") -> Iterator[Processes]:
     """Join the processes that torchrun started, if it did; a process group that is up already is used and left up."""
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        chosen = torch.device(device)
-        torch.zeros(1, device=chosen).item()
-    except (RuntimeError, AssertionError) as error:
-        raise RecipeError(f"device {device!r} cannot be used: {str(error).splitlines()[0]}") from error
-    if chosen.type == "cuda" and chosen.index is None:
-        chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+    chosen = _usable(device)
     started = "TORCHELASTIC_RUN_ID" in os.environ and dist.is_available() and not dist.is_initialized()
     if started:
         _meet("gloo" if chosen.type == "cpu" else f"cpu:gloo,{chosen.type}:nccl")
@@ -104,6 +84,27 @@ def joined(device: str = "auto") -> Iterator[Processes]:
             # aborts the process, and one that the group's end waits for never gets it: let them have it now.
             time.sleep(0.3)
             dist.destroy_process_group()
+
+
+def _usable(name: str) -> torch.device:
+    """Choose this process's device, and try it.
+
+    A GPU is made the current one before anything touches CUDA: otherwise every process of a machine would open a
+    context on the first GPU.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        if device.type == "cuda":
+            device = torch.device(
+                "cuda", int(os.environ.get("LOCAL_RANK", 0)) if device.index is None else device.index
+            )
+            torch.cuda.set_device(device)
+        torch.zeros(1, device=device).item()
+    except (RuntimeError, AssertionError, AttributeError) as error:  # the last: a torch that was built without CUDA
+        raise RecipeError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
+    return device
 
 
 def _meet(backend: str) -> None:

@@ -1,4 +1,4 @@
-"""What a run tells while it goes: a bar on a terminal, plain lines elsewhere, TensorBoard if asked for."""
+"""What a run shows: a bar on a terminal, plain lines elsewhere, TensorBoard if asked for."""
 
 from __future__ import annotations
 
@@ -34,50 +34,55 @@ def silence(stream: TextIO) -> None:
 
 
 class Progress:
-    """Shows loss, accuracy, images per second and the time left.
+    """Shows loss, accuracy, images per second and the time left; a context manager.
 
     Args:
         recipe: For the number of epochs and images per step.
-        steps_per_epoch: For the time left.
+        steps: Of the whole run.
+        first: The step to begin at: not 0 in a resumed run.
         shown: False shows nothing (other processes than the first).
+        board: The folder for TensorBoard's events, if they are wanted.
     """
 
-    def __init__(self, recipe: Recipe, steps_per_epoch: int, shown: bool = True):
-        self.recipe, self.total = recipe, recipe.epochs * steps_per_epoch
-        self.shown = shown
-        self.bar: Any = None
-        self._first, self._started, self._last_line = 0, time.monotonic(), time.monotonic()
-
-    def start(self, step: int) -> None:
-        """Begin at a step (not 0 in a resumed run)."""
+    def __init__(self, recipe: Recipe, steps: int, first: int = 0, shown: bool = True, board: Path | None = None):
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-        self._first, self._started = step, time.monotonic()
+        self.recipe, self.steps, self.first, self.shown = recipe, steps, first, shown
+        self.started = self.last_line = time.monotonic()
+        self.board = None if board is None else _summary_writer(board, first)
         console = Console()
-        if self.shown and console.is_terminal:
-            columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
-            self.bar = Progress(*columns, console=console, transient=True)
-            self.task = self.bar.add_task("", total=self.total, completed=step)
-            self.bar.start()
+        self.on_terminal = shown and console.is_terminal
+        columns = (BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}"))
+        self.bar = Progress(*columns, console=console, transient=True, disable=not self.on_terminal)
+        self.task = self.bar.add_task("", total=steps, completed=first)
+
+    def __enter__(self) -> Progress:
+        self.bar.start()
+        if self.first:
+            self.say(f"resumed at step {self.first}")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.bar.stop()
+        if self.board is not None:
+            self.board.close()
 
     def step(self, step: int) -> None:
-        """One step is done."""
-        if self.bar is not None:
-            self.bar.update(self.task, completed=step)
+        """Show that a step is done."""
+        self.bar.update(self.task, completed=step)
 
     def loss(self, step: int, epoch: int, loss: float, accuracy: float) -> None:
-        """Loss and accuracy are known."""
-        rate = (step - self._first) * self.recipe.batch / max(time.monotonic() - self._started, 1e-9)
+        """Show loss and accuracy: beside the bar, or as a line once a minute."""
+        rate = (step - self.first) * self.recipe.batch / max(time.monotonic() - self.started, 1e-9)
         text = f"epoch {epoch}/{self.recipe.epochs}  loss {loss:.3f}  accuracy {accuracy:.1%}  {rate:.0f} images/s"
-        if self.bar is not None:
-            self.bar.update(self.task, description=text)
-        elif self.shown and time.monotonic() - self._last_line > SECONDS_BETWEEN_LINES:
-            left = (self.total - step) * self.recipe.batch / max(rate, 1e-9)
+        self.bar.update(self.task, description=text)
+        if not self.on_terminal and time.monotonic() - self.last_line > SECONDS_BETWEEN_LINES:
+            left = (self.steps - step) * self.recipe.batch / max(rate, 1e-9)
             self.say(f"{text}  {left / 60:.0f} min left")
 
-    def epoch(self, line: dict) -> None:
-        """An epoch and its evaluation are done."""
+    def epoch(self, line: dict[str, Any]) -> None:
+        """Show an epoch and its evaluation."""
         loss = "not finite" if line["test_loss"] is None else f"{line['test_loss']:.3f}"
         self.say(
             f"epoch {line['epoch']}/{self.recipe.epochs}  train loss {line['train_loss']:.3f} accuracy "
@@ -85,42 +90,30 @@ class Progress:
             f"{line['images_per_second']:.0f} images/s"
         )
 
-    def say(self, text: str, *, error: bool = False) -> None:
-        """One plain line, above the bar if there is one; an error is said even where nothing else is shown."""
-        if not (self.shown or error):
-            return
-        self._last_line = time.monotonic()
-        if self.bar is not None:
+    def say(self, text: str) -> None:
+        """Show one plain line, above the bar if there is one."""
+        self.last_line = time.monotonic()
+        if self.on_terminal:
             self.bar.console.print(text, highlight=False, markup=False)
-        else:
-            tell(text, error=error)
+        elif self.shown:
+            tell(text)
 
-    def close(self) -> None:
-        """Take the bar away."""
-        if self.bar is not None:
-            self.bar.stop()
-
-
-class TensorBoard:
-    """Scalars, and the running variance of the last BN per class (Appendix B.2)."""
-
-    def __init__(self, folder: Path, step: int):
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise MimicNormError("TensorBoard is not installed. Install it with: pip install tensorboard") from error
-        self.writer: Any = SummaryWriter(str(folder / "tensorboard"), purge_step=step)
-
-    def write(self, line: dict, variance: Tensor | None) -> None:
-        """One line of metrics, and the variance of each class."""
+    def board_line(self, line: dict[str, Any], variance: Tensor | None) -> None:
+        """Write scalars, and the running variance of the last BN per class, to TensorBoard if it was asked for."""
+        if self.board is None:
+            return
         for name, value in line.items():
             if isinstance(value, (int, float)) and name != "step":
-                self.writer.add_scalar(name, value, line["step"])
+                self.board.add_scalar(name, value, line["step"])
         if variance is not None:
-            self.writer.add_histogram("last_norm_variance", variance, line["step"])
+            self.board.add_histogram("last_norm_variance", variance, line["step"])
             for number, value in enumerate(variance.tolist()):
-                self.writer.add_scalar(f"last_norm_variance_by_class/{number}", value, line["step"])
+                self.board.add_scalar(f"last_norm_variance_by_class/{number}", value, line["step"])
 
-    def close(self) -> None:
-        """Write out what is held."""
-        self.writer.close()
+
+def _summary_writer(folder: Path, step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        raise MimicNormError("TensorBoard is not installed. Install it with: pip install tensorboard") from error
+    return SummaryWriter(str(folder), purge_step=step)

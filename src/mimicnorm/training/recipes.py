@@ -1,25 +1,41 @@
-"""Recipes: everything that decides a run's result, as plain data; one function per group of rows in the paper.
+"""Recipes: everything that decides a run's result, as plain data.
 
-A recipe and a seed give the same weights bit for bit on the same machine and number of threads. What does not
-change the result (where data lies, how often to save, what to print) is an argument of ``train`` instead.
+A recipe gives the same weights bit for bit on the same machine and number of threads. What does not change the result
+(where data lies, how often to save, what to print) is an argument of ``train`` instead. Nothing here imports torch, so
+that the command line can check names and numbers before it loads.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
+import hashlib
+import json
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
+from mimicnorm.arguments import finite, positive_int
 from mimicnorm.errors import NameNotFoundError, RecipeError
+
+if TYPE_CHECKING:
+    from mimicnorm.methods import Method
 
 INITS = ("auto", "theory", "calibrate", "none")
 """How starting weights are called on the command line."""
-_WORDS = {
+_CHOICES = {
     "init": INITS,
     "precision": ("fp32", "bf16", "fp16"),
     "augment": ("standard", "light", "none"),
 }
+DATA_SETS = ("digits", "mnist", "cifar10", "cifar100", "imagenet")
+NETWORKS = (
+    *("vgg11", "vgg13", "vgg16", "vgg19", "resnet10", "resnet18", "resnet34", "resnet50", "resnet101", "resnet152"),
+    *("squeezenet", "squeezenet1_0", "squeezenet1_1", "shufflenetv2", "shufflenetv2_x0_5", "shufflenetv2_x1_0"),
+    *("shufflenetv2_x1_5", "shufflenetv2_x2_0", "mlp10", "mlp30"),
+)
+"""The names that `mimicnorm.data` and `mimicnorm.models` know, for checks before torch loads; a test compares them."""
+_ABOVE_ZERO = ("lr", "width", "gamma", "scalar_rate", "classifier_variance")
+_AT_LEAST_ONE = ("batch", "epochs", "log_every")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,14 +86,14 @@ class Recipe:
     decay_scalars: bool = True
     """Decay biases, residual scalars and BatchNorm's affine parameters, too, as the paper's authors do."""
     scalar_rate: float | None = None
-    """Multiplies the learning rate of parameters that are single numbers; None is as the method's authors do: 0.1 for
-    Fixup, 1 for the others."""
-    warmup_epochs: float = 2.0
-    """Epochs in which the learning rate rises linearly from 0."""
-    milestones: tuple[int, ...] = (80, 110, 135)
-    """Epochs at which the learning rate is multiplied by gamma."""
+    """Multiplies the learning rate of scalar parameters; None is what the method's authors use: 0.1 for Fixup, 1 for
+    the others."""
+    warmup: float = 2 / 150
+    """Fraction of the run in which the learning rate rises linearly from 0."""
+    milestones: tuple[float, ...] = (80 / 150, 110 / 150, 135 / 150)
+    """Fractions of the run at which the learning rate is multiplied by gamma, such as 0.5 0.75."""
     gamma: float = 0.1
-    """What the learning rate is multiplied by."""
+    """Factor on the learning rate at each milestone."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """bf16 and fp16 run under autocast; fp16 with a gradient scaler."""
     channels_last: bool = True
@@ -91,109 +107,140 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Check what can be checked without data."""
-        positive = ("lr", "width", "gamma", "scalar_rate", "classifier_variance")
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
-            if isinstance(value, bool) != (field.type == "bool"):  # "no" would pass as true, True as 1
-                kind = "True or False" if field.type == "bool" else f"a value of type {field.type}"
-                raise RecipeError(f"{name}={value!r}: it must be {kind}")
-            if field.type in ("int", "float", "float | None") and value is not None:
-                whole = field.type == "int"
-                if not isinstance(value, int if whole else int | float):
-                    raise RecipeError(f"{name}={value!r}: it must be a {'whole ' if whole else ''}number")
-                least = 1 if name in ("batch", "epochs", "log_every") else 0
-                most = 2**63 if whole else math.inf  # a seed has 64 bits
-                if not least <= value < most or (name in positive and value == 0):
-                    bound = "above 0" if name in positive else f"at least {least}"
-                    top = "below 2^63" if whole else "finite"
-                    raise RecipeError(f"{name}={value}: it must be {bound} and {top}")
+            if field.type == "bool" and not isinstance(value, bool):  # "no" would pass as true
+                raise RecipeError(f"{name}={value!r}: use True or False")
+            if field.type == "int":
+                positive_int(value, name, least=1 if name in _AT_LEAST_ONE else 0, error=RecipeError)
+            if field.type in ("float", "float | None") and value is not None:
+                bound = {"above": 0} if name in _ABOVE_ZERO else {"least": 0}
+                finite(value, name, **bound, error=RecipeError)
+        if self.seed >= 2**63:
+            raise RecipeError(f"seed={self.seed}: use a whole number of at least 0 and below 2^63")
         if self.momentum >= 1:
-            raise RecipeError(f"momentum={self.momentum}: it must be below 1, or no gradient is ever forgotten")
-        if any(epoch < 0 for epoch in self.milestones):
-            raise RecipeError(f"milestones={self.milestones}: epochs are counted from 0")
-        for name, known in _WORDS.items():
+            raise RecipeError(f"momentum={self.momentum}: use a number below 1, or no gradient is ever forgotten")
+        if self.warmup > 1 or not all(0 < finite(m, "milestones", error=RecipeError) < 1 for m in self.milestones):
+            raise RecipeError(
+                f"warmup={self.warmup}, milestones={self.milestones}: use fractions of the run, between 0 and 1 (epoch "
+                "80 of 150 is 0.5333)"
+            )
+        for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise RecipeError(f"{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
 
-    @property
-    def starting(self) -> str | None:
-        """Its init as the converter takes it."""
-        return None if self.init == "none" else self.init
-
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Plain data, as JSON gives it back."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
 
+    def check_names(self) -> None:
+        """Check the names of network, data, method and settings without loading torch, which takes seconds."""
+        if ":" not in self.model and self.model not in NETWORKS:
+            ways = "those of other packages are timm:NAME, torchvision:NAME or package.module:factory"
+            raise NameNotFoundError(f"there is no network {self.model!r}; {ways}.", self.model, NETWORKS)
+        if self.data not in DATA_SETS and not self.data.startswith("folder:"):
+            raise NameNotFoundError(f"there is no data set {self.data!r}.", self.data, (*DATA_SETS, "folder:PATH"))
+        self.configured_method()
 
-def _cifar100(model: str, **changes: object) -> Recipe:
-    """Table 1: batch 256, 150 epochs, 0.1 after two epochs of warm-up, times 0.1 at 80, 110 and 135."""
-    return Recipe(model=model, data="cifar100", **changes)  # pyrefly: ignore
+    def configured_method(self) -> Method:
+        """Build the method with its settings.
+
+        Below full width, the least fan-in of a centred layer is multiplied by the width unless it is given: the
+        authors' 50 is meant for layers of full width (docs/compare.md).
+
+        Example:
+            >>> recipe("cifar100-resnet18-desk").configured_method().min_fan_in
+            12
+        """
+        return _method(self.method, self.settings, 1.0 if ":" in self.model else self.width)
+
+    def resolved(self) -> Recipe:
+        """Write out what the method decides by default, so that a changed default makes another recipe.
+
+        Example:
+            >>> recipe("digits-resnet10", method="weight_mean").resolved().settings
+            ('last_norm=false', 'min_fan_in=12', 'residual="sqrt"')
+        """
+        chosen = self.configured_method()
+        settings = tuple(f"{k}={json.dumps(v)}" for k, v in sorted(dataclasses.asdict(chosen).items()))
+        rate = chosen.scalar_rate if self.scalar_rate is None else self.scalar_rate
+        return dataclasses.replace(self, method=chosen.name, settings=settings, scalar_rate=rate)
+
+    def key(self) -> str:
+        """Hash the resolved recipe: what a sweep finds a run by."""
+        text = json.dumps(self.resolved().as_dict(), sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _imagenet(model: str, **changes: object) -> Recipe:
-    """Table 3: batch 256, 90 epochs, weight decay 1e-4, times 0.1 at 30, 60 and 85; the folder is the user's."""
-    fixed = {"data": "imagenet", "weight_decay": 1e-4, "epochs": 90, "milestones": (30, 60, 85), "log_every": 100}
-    return Recipe(model=model, **{**fixed, **changes})  # pyrefly: ignore
+def _method(name: str, settings: tuple[str, ...], width: float) -> Method:
+    from mimicnorm.methods import method
 
-
-def adapted(base: Recipe, paper: Recipe, **changes: object) -> Recipe:
-    """A recipe with some fields changed, and with what follows from them where it is not given.
-
-    The schedule is that of ``paper``, its milestones in proportion to the epochs and its warm-up at most a quarter of
-    them; networks of other packages have one width.
-    """
-    chosen = dataclasses.replace(base, **changes)  # pyrefly: ignore
-    late = [epoch for epoch in chosen.milestones if epoch >= chosen.epochs]
-    if "milestones" in changes and late:
-        raise RecipeError(
-            f"milestones={chosen.milestones}: the {chosen.epochs} epochs are counted from 0 and never reach {late[0]}. "
-            "Give smaller ones, or none: then the recipe's own are taken, in proportion to the epochs"
-        )
-    scaled = (round(epoch * chosen.epochs / paper.epochs) for epoch in paper.milestones)
-    follows = {
-        "milestones": tuple(dict.fromkeys(epoch for epoch in scaled if 0 < epoch < chosen.epochs)),
-        "warmup_epochs": min(paper.warmup_epochs, chosen.epochs / 4),
-        "width": 1.0 if ":" in chosen.model else chosen.width,
-    }
-    return dataclasses.replace(chosen, **{k: v for k, v in follows.items() if k not in changes})  # pyrefly: ignore
-
-
-def _desk(paper: Recipe) -> Recipe:
-    """A narrow network and few epochs, the milestones in proportion: minutes on two cores."""
-    return adapted(paper, paper, epochs=12, width=0.25, batch=128, classifier_variance=1 / 3)
-
-
-def _digits(model: str) -> Recipe:
-    """1,797 images of 8 x 8: half a minute."""
-    small = {"width": 0.25, "batch": 64, "epochs": 12, "milestones": (8, 11), "classifier_variance": 1 / 3}
-    return Recipe(model=model, data="digits", log_every=5, **small)  # pyrefly: ignore
+    default = method(name)
+    fields = {f.name for f in dataclasses.fields(default)}
+    changes: dict[str, Any] = {}
+    if width < 1 and default.weights == "centre":
+        changes["min_fan_in"] = max(1, int(default.min_fan_in * width))
+    for setting in settings:
+        field, equals, value = setting.partition("=")
+        if not equals or field not in fields:
+            raise RecipeError(
+                f"settings: {setting!r} is not a NAME=VALUE that {default.name} has; it has {sorted(fields)}"
+            )
+        try:
+            changes[field] = json.loads(value)
+        except json.JSONDecodeError:
+            changes[field] = {"None": None, "True": True, "False": False}.get(value, value)
+    return dataclasses.replace(default, **changes)
 
 
 def _all() -> dict[str, Recipe]:
-    names = ("vgg11", "vgg16", "resnet18", "resnet50", "squeezenet", "shufflenetv2")
-    known = {f"cifar100-{name}": _cifar100(name) for name in names}
-    known["cifar100-resnet50"] = _cifar100("resnet50", batch=128)
-    known |= {f"{name}-desk": _desk(paper) for name, paper in known.items()}
-    # The authors train ShuffleNetV2 for 200 epochs; its milestones are not given and stand in proportion here.
-    longer = {"epochs": 200, "milestones": (67, 133, 189), "augment": "light"}
+    # Table 1: batch 256, 150 epochs, 0.1 after two epochs of warm-up, times 0.1 at 80, 110 and 135.
+    networks = ("vgg11", "vgg16", "resnet18", "resnet50", "squeezenet", "shufflenetv2")
+    known = {f"cifar100-{name}": Recipe(model=name, data="cifar100") for name in networks}
+    known["cifar100-resnet50"] = Recipe(model="resnet50", data="cifar100", batch=128)
+    # A narrow network and few epochs: minutes on two cores.
+    desk: dict[str, Any] = {"epochs": 12, "warmup": 2 / 12, "width": 0.25, "batch": 128, "classifier_variance": 1 / 3}
+    known |= {f"{name}-desk": dataclasses.replace(paper, **desk) for name, paper in known.items()}
+    # Table 3: 90 epochs, weight decay 1e-4, times 0.1 at 30, 60 and 85; the folder is the user's.
+    imagenet: dict[str, Any] = {"data": "imagenet", "weight_decay": 1e-4, "epochs": 90, "log_every": 100}
+    imagenet |= {"warmup": 2 / 90, "milestones": (30 / 90, 60 / 90, 85 / 90)}
     for name in ("vgg16", "resnet18", "resnet50", "resnet101"):
-        known[f"imagenet-{name}"] = _imagenet(name)
-    known["imagenet-shufflenetv2_x0_5"] = _imagenet("shufflenetv2_x0_5", **longer)
-    known |= {f"digits-{name}": _digits(name) for name in ("resnet10", "mlp10")}
-    return known
+        known[f"imagenet-{name}"] = Recipe(model=name, **imagenet)
+    # The authors train ShuffleNetV2 for 200 epochs; its milestones are not given and stand in proportion here.
+    imagenet |= {"epochs": 200, "warmup": 2 / 200, "augment": "light"}
+    known["imagenet-shufflenetv2_x0_5"] = Recipe(model="shufflenetv2_x0_5", **imagenet)
+    # 1,797 images of 8 x 8: half a minute.
+    digits: dict[str, Any] = {**desk, "data": "digits", "batch": 64, "log_every": 5}
+    return known | {f"digits-{name}": Recipe(model=name, **digits) for name in ("resnet10", "mlp10")}
 
 
 RECIPES: dict[str, Recipe] = _all()
 """Every recipe by its name."""
 
 
-def recipe(name: str, **changes: object) -> Recipe:
-    """A recipe by its name, with some fields changed; its schedule follows the epochs unless it is given, too.
+def recipe(name: str, **changes: Any) -> Recipe:
+    """Return a recipe by its name, or from a recipe.json that a run left, with some fields changed.
+
+    Networks of other packages have one width, which is 1 unless ``width`` is given.
 
     Example:
-        >>> recipe("cifar100-resnet50", epochs=30).milestones
-        (16, 22, 27)
+        >>> recipe("cifar100-resnet50", epochs=30).batch
+        128
     """
-    if name not in RECIPES:
+    if name.endswith(".json"):
+        base = _from_file(Path(name))
+    elif name in RECIPES:
+        base = RECIPES[name]
+    else:
         raise NameNotFoundError(f"there is no recipe {name!r}.", name, RECIPES)
-    return adapted(RECIPES[name], RECIPES[name.removesuffix("-desk")], **changes)
+    if ":" in changes.get("model", ""):
+        changes.setdefault("width", 1.0)
+    return dataclasses.replace(base, **changes)
+
+
+def _from_file(path: Path) -> Recipe:
+    try:
+        fields: dict[str, Any] = json.loads(path.read_text())
+        return Recipe(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})  # pyrefly: ignore
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise RecipeError(f"{path} cannot be read as a recipe: {error}") from error

@@ -1,10 +1,10 @@
-"""Duals of millions of pairs, for activations without a closed form.
+"""Expectations of millions of pairs by interpolation, for activations without a closed form.
 
-For one activation the dual is a function of two variances and theta = arccos(rho). In theta it is smooth up to both
-ends, where in rho it is not, so a short Chebyshev series holds it to rounding. Where all kinks are at 0 it is analytic
-in the logarithms of the variances, too: some twenty Chebyshev nodes carry a range of them, and of the matrix of node
-values that belongs to a degree only the numerical rank is kept. A kink off 0 makes a cone at (q1 = q2, rho = 1),
-around which no polynomial converges: such activations have a series for equal variances only.
+For one activation E[phi(u) phi(v)] is a function of two variances and theta = arccos(rho). In theta it is smooth up to
+both ends, where in rho it is not, so a short Chebyshev series is exact to rounding. Where all kinks are at 0 it is
+analytic in the logarithms of the variances, too: some twenty Chebyshev nodes cover a range of them, and the matrix of
+node values that belongs to a degree is cut to its numerical rank. A kink off 0 makes a cone at (q1 = q2, rho = 1),
+around which no polynomial converges: such activations have a series for one variance only.
 """
 
 from __future__ import annotations
@@ -17,16 +17,14 @@ import torch
 from torch import Tensor
 
 from .activations import Activation
-from .integrals import over_rho
-from .quadrature import CPU, normal_nodes
-from .series import LARGEST, hermite
+from .quadrature import CPU, LARGEST, pair_integrals
 
-_ROUNDING = 1e-15  # of coefficients, over the largest
+_ROUNDING = 1e-15  # of coefficients, relative to the largest
 
 
 @dataclass(frozen=True)
-class Surface:
-    """Covariance / sqrt(q1 q2), and slope, of all pairs of two lists of variances at angles near `middle`.
+class Interpolant:
+    """Covariance / sqrt(q1 q2), and E[phi' phi'], of all pairs of two lists of variances over an interval of angles.
 
     Attributes:
         middle: of the interval of angles.
@@ -38,53 +36,49 @@ class Surface:
     half: float
     terms: tuple[list[tuple[Tensor, Tensor]], ...]
 
-    def __call__(self, rows: slice, columns: slice, rho: Tensor) -> tuple[Tensor, Tensor]:
-        """Return covariance / sqrt(q1 q2) and slope of a block of pairs with correlations rho."""
-        t = (torch.acos(rho) - self.middle) / self.half
-        found = []
+    def __call__(self, rows: slice, columns: slice, rho: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
+        """Return covariance / sqrt(q1 q2) and E[phi' phi'] of a block of pairs with correlations rho = cos(angle)."""
+        t = (angle - self.middle) / self.half
+        functions = []
         for terms in self.terms:
-            older, newer = torch.zeros_like(rho), torch.zeros_like(rho)
+            older, newer = torch.zeros_like(t), torch.zeros_like(t)
             for degree in range(len(terms) - 1, -1, -1):  # Clenshaw
                 left, right = terms[degree]
                 step = torch.addmm(older, left[rows], right[:, columns], beta=-1)
                 older, newer = newer, step.addcmul_(newer, t, value=2.0 if degree else 1.0)
-            found.append(newer)
-        return found[0] * rho, found[1]
+            functions.append(newer)
+        return functions[0] * rho, functions[1]
 
 
-def surface(
+def interpolant(
     activation: Activation, q1: Tensor, q2: Tensor, angles: tuple[float, float] = (0.0, math.pi)
-) -> Surface | None:
-    """Return the interpolant for pairs of these variances and angles; None where there is none of full accuracy."""
-    q = torch.cat([q1, q2])
-    if float(q.max() - q.min()) <= 1e-14 * float(q.min()):
-        fit, weights = _fit(activation, (float(q[0]),)), [torch.ones_like(side)[:, None] for side in (q1, q2)]
-    else:
-        nodes = variance_nodes(activation, q)
-        if nodes is None:
-            return None
-        fit, weights = _fit(activation, tuple(nodes.tolist())), [interpolation(nodes, side) for side in (q1, q2)]
-    if fit is None:
+) -> Interpolant | None:
+    """Return the interpolant for pairs of these variances and angles; None where none is exact to 1e-13."""
+    values = torch.cat([q1, q2]).unique()
+    nodes = values if len(values) == 1 else variance_nodes(activation, values)
+    fit = None if nodes is None else _fit(activation, tuple(nodes.tolist()))
+    if nodes is None or fit is None:
         return None
+    weights = [torch.ones_like(q)[:, None] if len(nodes) == 1 else interpolation(nodes, q) for q in (q1, q2)]
     middle, half = (angles[0] + angles[1]) / 2, max((angles[1] - angles[0]) / 2, 1e-3)
-    return Surface(middle, half, tuple(_factors(f, weights[0], weights[1]) for f in _narrowed(fit, middle, half)))
+    return Interpolant(middle, half, tuple(_factors(f, weights[0], weights[1]) for f in _narrowed(fit, middle, half)))
 
 
 def variance_nodes(activation: Activation, q: Tensor) -> Tensor | None:
-    """Return variances from which any Gaussian moment of phi is interpolated to all of q; None if there are none."""
+    """Return variances from which Gaussian moments of phi are interpolated to all of q; None if there are none."""
     least, most = float(q.min()), float(q.max())
     if set(activation.kinks) - {0.0} or most > LARGEST:
         return None
     # rounded outwards to powers of 4, so that the layers of a network share them
     low, high = math.floor(math.log(least, 4)), math.ceil(math.log(most, 4) + 1e-9)
     middle, half = (high + low) / 2 * math.log(4), (high - low) / 2 * math.log(4)
-    # moments are analytic for |Im log q| < pi: the ellipse in that strip tells how many nodes give 14 digits
+    # moments are analytic for |Im log q| < pi: the ellipse in that strip gives the number of nodes for 14 digits
     count = 2 + math.ceil(32 / math.log((math.pi + math.hypot(math.pi, half)) / half))
     return None if count > 48 else torch.exp(middle + half * _nodes(count))
 
 
 def interpolation(nodes: Tensor, q: Tensor) -> Tensor:
-    """Return the (q, nodes) matrix that carries values at `variance_nodes` to q (barycentric, in log q)."""
+    """Return the (q, nodes) matrix from values at `variance_nodes` to values at q (barycentric, in log q)."""
     unit, log = _nodes(len(nodes)), torch.log(nodes)
     half = (log[0] - log[-1]) / (unit[0] - unit[-1])
     sign = torch.cos(torch.arange(len(nodes), device=CPU) * math.pi) * torch.sqrt(1 - unit**2)
@@ -94,14 +88,14 @@ def interpolation(nodes: Tensor, q: Tensor) -> Tensor:
 
 
 def _factors(fit: Tensor, left: Tensor, right: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Carry the node values of each degree, cut to their numerical rank, to the rows and columns."""
+    """Interpolate the node values of each degree, cut to their numerical rank, to the rows and columns."""
     u, s, v = torch.linalg.svd(fit)
     least = _ROUNDING * float(s.max())
-    found = []
+    factors = []
     for degree in range(int((s[:, 0] > least).nonzero().max()) + 1):
         rank = max(1, int((s[degree] > least).sum()))
-        found.append((left.to(CPU) @ u[degree, :, :rank] * s[degree, :rank], v[degree, :rank] @ right.to(CPU).T))
-    return [(a.to(left.device), b.contiguous().to(left.device)) for a, b in found]
+        factors.append((left.to(CPU) @ u[degree, :, :rank] * s[degree, :rank], v[degree, :rank] @ right.to(CPU).T))
+    return [(a.to(left.device), b.contiguous().to(left.device)) for a, b in factors]
 
 
 def _narrowed(fit: Tensor, middle: float, half: float) -> Tensor:
@@ -116,21 +110,13 @@ def _narrowed(fit: Tensor, middle: float, half: float) -> Tensor:
 def _fit(activation: Activation, variances: tuple[float, ...]) -> Tensor | None:
     """Return Chebyshev coefficients in theta between all pairs of variances, (2, degrees, variances, variances)."""
     q = torch.tensor(variances, dtype=torch.float64, device=CPU)
-    scale = torch.sqrt(q)
+    scale = torch.sqrt(q)[:, None] * torch.sqrt(q)
     for count in (48, 96, 192) if max(variances) <= 4 else (96, 192):  # degrees grow with the variance
-        theta = (_nodes(count) + 1) * (math.pi / 2)
-        a = hermite(activation, q)
-        if a is None:
-            z, w = normal_nodes(activation.kinks, scale.numpy())
-            mean = (w * activation(scale[:, None] * z).detach()).sum(-1)
-            samples = over_rho(activation, q, mean, theta)
-        else:
-            order = torch.arange(1, a.shape[1], dtype=torch.float64, device=CPU)
-            powers, a = torch.cos(theta)[:, None] ** (order - 1), a[:, 1:]
-            samples = torch.stack([torch.einsum("ak,bk,tk->abt", a, a * n, powers) for n in (order**0, order)])
-            samples[1] /= scale[:, None, None] * scale[:, None]
-        samples[0] /= scale[:, None, None] * scale[:, None]
-        fit = torch.einsum("dt,vabt->vdab", _transform(count), samples)
+        samples = torch.empty(count, 2, len(q), len(q), dtype=torch.float64, device=CPU)
+        for i, theta in enumerate(((_nodes(count) + 1) * (math.pi / 2)).tolist()):
+            covariance_over_rho, slope = pair_integrals(activation, q, q, theta)
+            samples[i, 0], samples[i, 1] = covariance_over_rho / scale, slope
+        fit = torch.einsum("dt,tvab->vdab", _transform(count), samples)
         size = (fit.abs().amax((2, 3)) / fit.abs().amax((1, 2, 3))[:, None]).amax(0)
         if float(size[-8:].max()) < 1e-13:
             return fit[:, : int((size > 4 * _ROUNDING).nonzero().max()) + 1].contiguous()
@@ -145,7 +131,7 @@ def _nodes(count: int) -> Tensor:
 def _transform(count: int) -> Tensor:
     """Return the matrix from values at Chebyshev nodes to coefficients."""
     # whole numbers of steps, since the rounding of d * theta would be noise in the coefficients
-    turns = torch.arange(count)[:, None] * (2 * torch.arange(count) + 1) % (4 * count)
+    turns = torch.arange(count, device=CPU)[:, None] * (2 * torch.arange(count, device=CPU) + 1) % (4 * count)
     transform = torch.cos(turns.double() * (math.pi / 2 / count)) * (2 / count)
     transform[0] /= 2
-    return transform.to(CPU)
+    return transform
