@@ -36,7 +36,7 @@ def test_a_storage_counts_from_its_first_to_its_last_tensor():
         torch.empty(256)
     assert [moment.total for moment in tracker.timeline][-1] == 0
     assert peak_bytes(tracker) == (1 + 2) * KIB
-    assert tracker.category_bytes("temporary") == 0
+    assert tracker.alive_bytes["temporary"] == 0
 
 
 @pytest.mark.usefixtures("tensors")
@@ -80,7 +80,7 @@ def test_what_is_saved_keeps_its_first_saver_and_never_takes_parameters_or_input
             tracker.save(tensor, "first")
         tracker.save(middle, "second")
     assert tracker.saved_bytes_by_module() == {"first": KIB}
-    assert (tracker.category_bytes("parameters"), tracker.category_bytes("inputs")) == (KIB, KIB)
+    assert (tracker.alive_bytes["parameters"], tracker.alive_bytes["inputs"]) == (KIB, KIB)
 
 
 def test_tensors_on_other_devices_are_left_out():

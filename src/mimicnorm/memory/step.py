@@ -153,16 +153,16 @@ def _tracked_step(passes: Passes, make_optimizer: MakeOptimizer | None, target: 
             tracker.add(parameter, "parameters")
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p: tracker.add(p.grad, "gradients"))
-        parameters_bytes = tracker.category_bytes("parameters")
+        parameters_bytes = tracker.alive_bytes["parameters"]
         for buffer in model.buffers():
             tracker.add(buffer, "parameters")
-        buffers_bytes = tracker.category_bytes("parameters") - parameters_bytes
+        buffers_bytes = tracker.alive_bytes["parameters"] - parameters_bytes
         for leaf in tree_leaves((passes.args, passes.kwargs)):
             if isinstance(leaf, Tensor):
                 tracker.add(leaf, "inputs")
         optimizer = None if make_optimizer is None else _optimizer_with_state(make_optimizer, passes, target)
         outputs = passes.run()
-        gradients_bytes = tracker.category_bytes("gradients")
+        gradients_bytes = tracker.alive_bytes["gradients"]
         if optimizer is not None:
             with tracker.during("optimizer"), passes.explained("the optimizer's step"):
                 optimizer.step()
@@ -173,9 +173,9 @@ def _tracked_step(passes: Passes, make_optimizer: MakeOptimizer | None, target: 
         saved_bytes=sum(tracker.saved_by_module.values()),
         parameters=parameters_bytes,
         buffers=buffers_bytes,
-        inputs=tracker.category_bytes("inputs"),
+        inputs=tracker.alive_bytes["inputs"],
         gradients=gradients_bytes,
-        optimizer_state=tracker.category_bytes("optimizer_state"),
+        optimizer_state=tracker.alive_bytes["optimizer_state"],
         timeline=tuple(tracker.timeline),
         saved_by_module=tracker.saved_by_module,
         device=target,

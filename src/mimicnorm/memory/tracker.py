@@ -77,6 +77,8 @@ class StorageTracker(TorchDispatchMode):
     """Whether to count the copies inside convolutions of the CPU."""
     phase: str = "setup"
     timeline: list[Moment] = field(default_factory=list)
+    alive_bytes: dict[str, int] = field(default_factory=lambda: dict.fromkeys(CATEGORIES, 0))
+    """What is alive now, by category."""
     saved_by_module: dict[str, int] = field(default_factory=dict)
     """What was saved for backward when a forward pass ended, of the pass that saved most."""
 
@@ -84,7 +86,6 @@ class StorageTracker(TorchDispatchMode):
         """Start with nothing alive."""
         super().__init__()
         self._alive: dict[int, _Storage] = {}
-        self._bytes = dict.fromkeys(CATEGORIES, 0)
 
     def add(self, tensor: torch.Tensor, category: str | None = None, saved_by: str | None = None) -> None:
         """Count the storage of a tensor; without a category, as temporary unless it is known as something else."""
@@ -96,11 +97,11 @@ class StorageTracker(TorchDispatchMode):
         if known is None:
             known = _Storage(0, category or "temporary", None, weakref.ref(storage, lambda _: self._drop(key)))
             self._alive[key] = known
-        self._bytes[known.category] -= known.size_bytes
+        self.alive_bytes[known.category] -= known.size_bytes
         known.size_bytes = storage.nbytes()  # resize_ may have changed it
         known.category = category or known.category
         known.saved_by = known.saved_by or saved_by
-        self._bytes[known.category] += known.size_bytes
+        self.alive_bytes[known.category] += known.size_bytes
 
     def save(self, tensor: torch.Tensor, saver: str) -> None:
         """Count a tensor that autograd packs in the forward pass, unless it belongs to parameters or inputs."""
@@ -117,10 +118,6 @@ class StorageTracker(TorchDispatchMode):
                 sums[storage.saved_by or ""] += storage.size_bytes
         return dict(sums)
 
-    def category_bytes(self, category: str) -> int:
-        """Return what is alive of one category."""
-        return self._bytes[category]
-
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Record the moments of one phase of the step, and after a forward pass what it saved."""
@@ -128,7 +125,7 @@ class StorageTracker(TorchDispatchMode):
         yield
         self._record()
         self.phase = "setup"
-        if phase == "forward" and self._bytes["activations"] > sum(self.saved_by_module.values()):
+        if phase == "forward" and self.alive_bytes["activations"] > sum(self.saved_by_module.values()):
             self.saved_by_module = self.saved_bytes_by_module()
 
     @classmethod
@@ -157,12 +154,12 @@ class StorageTracker(TorchDispatchMode):
 
     def _drop(self, key: int) -> None:
         storage = self._alive.pop(key)
-        self._bytes[storage.category] -= storage.size_bytes
+        self.alive_bytes[storage.category] -= storage.size_bytes
 
     def _record(self, workspace: int = 0) -> None:
         if self.phase != "setup":
-            temporary = self._bytes["temporary"] + workspace
-            self.timeline.append(Moment(self.phase, **self._bytes | {"temporary": temporary}))
+            temporary = self.alive_bytes["temporary"] + workspace
+            self.timeline.append(Moment(self.phase, **self.alive_bytes | {"temporary": temporary}))
 
 
 def _with_real_statistics(result: tuple, parameters: tuple) -> tuple:

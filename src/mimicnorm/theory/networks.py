@@ -23,8 +23,7 @@ class NtkLinear(nn.Module):
         super().__init__()
         self.scale, self.bias_scale, self.centred = math.sqrt(w2 / fan_in), math.sqrt(b2), centred
         self.weight = nn.Parameter(torch.randn(fan_out, fan_in, dtype=torch.float64, generator=rng))
-        bias = torch.randn(fan_out, dtype=torch.float64, generator=rng) if b2 else None
-        self.bias = None if bias is None else nn.Parameter(bias)
+        self.bias = nn.Parameter(torch.randn(fan_out, dtype=torch.float64, generator=rng)) if b2 else None
 
     def forward(self, a: Tensor) -> Tensor:
         """Return the pre-activations."""
