@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from mimicnorm.errors import MicroBatchError, NonFiniteError
 from mimicnorm.layers import LastNorm
 from mimicnorm.layers.last_norm import refused, world_size
 from mimicnorm.microbatch.batches import MicroBatch
-from mimicnorm.microbatch.passes import Run
+from mimicnorm.microbatch.passes import Run, noted
 from mimicnorm.microbatch.probe_loss import IN_PARTS, ROUNDING, CannotTellError, LossProbe, require_one_number
 
 _DENOMINATOR = "Let loss_fn return a sum over samples and give what to divide by: denominator=lambda targets: ..."
@@ -151,15 +151,9 @@ class LossScope:
         whole = "; or leave loss_in_pieces out, so that it sees the whole batch" if world_size() == 1 else ""
         return f"{causes}. {remedy}{whole}"
 
-    @contextlib.contextmanager
-    def explained(self) -> Any:
+    def explained(self) -> AbstractContextManager[None]:
         """Let an error say why the loss must see the whole batch."""
-        try:
-            yield
-        except Exception as error:
-            if self.why_whole:
-                error.add_note(f"loss_fn must see the whole batch, because {self.why_whole}")
-            raise
+        return noted(self.why_whole and f"loss_fn must see the whole batch, because {self.why_whole}")
 
     @property
     def _kind(self) -> str:

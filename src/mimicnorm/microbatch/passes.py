@@ -179,7 +179,8 @@ def graph_pass(run: Run, roots: Roots, heads: dict[Call, WholeBatch], grads: dic
         if run.starts:
             run.starts[i].restore()
         replay = Replay(piece, *({c: parts[i] for c, parts in of_all.items()} for of_all in (raw, normed, grads)))
-        with _noting(bool(run.starts) or i > 0), standing_in(run.heads, replay):
+        added = "Gradients of this batch have been added: clear them" if run.starts or i > 0 else ""
+        with noted(added), standing_in(run.heads, replay):
             outputs = run.forward(piece)
             chosen = [(t, grad) for t, grad in roots(piece, outputs, replay) if t.requires_grad]
             del outputs
@@ -194,13 +195,13 @@ def graph_pass(run: Run, roots: Roots, heads: dict[Call, WholeBatch], grads: dic
 
 
 @contextlib.contextmanager
-def _noting(added: bool) -> Iterator[None]:
-    """Let an error say that gradients have been added."""
+def noted(note: str) -> Iterator[None]:
+    """Add a note to an error that is raised inside, if the note says anything."""
     try:
         yield
     except Exception as error:
-        if added:
-            error.add_note("Gradients of this batch have been added: clear them")
+        if note:
+            error.add_note(note)
         raise
 
 
