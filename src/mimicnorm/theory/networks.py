@@ -84,10 +84,9 @@ class FiniteNetwork(nn.Module):
         self.phi = transition.activation
         self.scales = [] if residual is None else block_scales(residual, depth)
         self.layers_per_block = layers_per_block
-        self.readout = readout and not plain
-        hidden = depth - 1 if plain else depth * layers_per_block + self.readout
+        hidden = depth - 1 if plain else depth * layers_per_block + readout
         sizes = [width] * (hidden + 1)
-        if plain or self.readout:
+        if plain or readout:
             sizes[-1] = outputs
         batch_norm, b2 = transition.kind == "batch_norm", transition.sigma_b2
         # effective_w2 is free of fan_in: dividing out (n - 1)/n restores it at this width
@@ -106,24 +105,23 @@ class FiniteNetwork(nn.Module):
         if not isinstance(x, Tensor) or x.dim() < 2 or x[0].numel() != self.inputs:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise TheoryError(f"x must be a tensor of samples with {self.inputs} features each, not {got}.")
-        h = self._layer(0, x.flatten(1).to(torch.float64))
+        steps = zip(self.layers, self.norms, strict=True)
+
+        def layer(a: Tensor) -> Tensor:
+            linear, norm = next(steps)
+            return norm(linear(a))
+
+        h = layer(x.flatten(1).to(torch.float64))
         yield h
-        if not self.scales:
-            for i in range(1, len(self.layers)):
-                h = self._layer(i, self.phi(h))
-                yield h
-            return
-        for block, scale in enumerate(self.scales):
+        for scale in self.scales:
             branch = h
-            for i in range(self.layers_per_block):
-                branch = self._layer(1 + block * self.layers_per_block + i, self.phi(branch))
+            for _ in range(self.layers_per_block):
+                branch = layer(self.phi(branch))
             h = h + scale * branch
             yield h
-        if self.readout:
-            yield self._layer(len(self.layers) - 1, self.phi(h))
-
-    def _layer(self, index: int, a: Tensor) -> Tensor:
-        return self.norms[index](self.layers[index](a))
+        for linear, norm in steps:  # all others of a plain network, or the readout of a residual one
+            h = norm(linear(self.phi(h)))
+            yield h
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the last pre-activations."""
