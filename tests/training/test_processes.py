@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,11 @@ def test_a_single_process_communicates_nothing():
 def test_shares_make_up_the_batch():
     shares = [Processes(torch.device("cpu"), rank, 3).share(torch.arange(8)).tolist() for rank in range(3)]
     assert shares == [[0, 1, 2], [3, 4, 5], [6, 7]]
+
+
+def test_sums_are_double_on_the_host():
+    on_device = types.SimpleNamespace(cpu=lambda: torch.tensor([2**24 + 1]))  # not every device has doubles
+    assert Processes(torch.device("cpu")).sum(on_device).tolist() == [2**24 + 1.0]
 
 
 @pytest.mark.parametrize(("name", "reason"), [("nowhere", ""), ("cuda", ": torch finds no GPU here")])

@@ -215,6 +215,13 @@ def test_damaged_metrics_do_not_stop_a_run_and_lost_ones_are_an_error(finished: 
         tiny.train(tmp_path)
 
 
+def test_what_a_kill_left_half_written_is_removed(tmp_path: Path):
+    partial = interrupted(tmp_path) / "checkpoints" / ".step-000000999.safetensors.partial"
+    partial.write_text("half")
+    assert tiny.train(tmp_path).status == "done"
+    assert not partial.exists()
+
+
 def test_a_refused_run_does_not_claim_the_folder(tmp_path: Path):
     with pytest.raises(RecipeError, match="batch=57: it must be at most 56, the number of training images"):
         tiny.train(tmp_path, batch=57)
