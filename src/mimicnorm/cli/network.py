@@ -25,6 +25,16 @@ class Network:
     shape: tuple[int, ...] | None = None
     """The whole input shape, batch first, for inputs that are not square images."""
 
+    def check_names(self) -> None:
+        """Raise an error for a mistyped model or method before torch is imported, which takes seconds."""
+        from mimicnorm.methods import method
+        from mimicnorm.models.lookup import check_spec
+
+        check_spec(self.model)
+        for name in getattr(self, "methods", getattr(self, "method", "")).split(","):
+            if name.strip() not in ("", "all"):
+                method(name.strip())
+
     def build(self) -> tuple[Any, tuple[int, ...]]:
         """Return the network and the shape of an example."""
         from mimicnorm.models.lookup import find, input_shape
