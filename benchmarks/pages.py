@@ -261,7 +261,7 @@ def compared(name: str) -> str:
         against = f"{100 * found['value']:+.1f} [{100 * found['low']:.1f}, {100 * found['high']:.1f}]" if found else ""
         kept, time = m["memory"]["saved_ratio"], m["time"]["ratio"]
         rows.append((f"`{m['label']}`", m["seeds"], reached, against, f"{kept:.3f}", f"{time['value']:.2f}"))
-    head = "method | seeds | accuracy, % | against BatchNorm, points | kept per image, ratio | time per step, ratio"
+    head = "method | seeds | accuracy, % | against BatchNorm, points | saved per image, ratio | time per step, ratio"
     return table(head, rows)
 
 

@@ -55,6 +55,16 @@ def test_the_map_names_every_file():
     assert mapped == files
 
 
+def test_every_link_leads_to_a_file():
+    broken = [
+        (page.name, link)
+        for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+        for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", page.read_text())
+        if not link.startswith("http") and not (page.parent / link).exists()
+    ]
+    assert not broken
+
+
 def test_every_name_on_a_page_exists():
     texts = [path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))]
     names = {name for text in texts for name in re.findall(r"(?<![\w/.-])(?:mimicnorm|mn)((?:\.[A-Za-z_]\w*)+)", text)}

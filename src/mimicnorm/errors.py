@@ -46,7 +46,7 @@ class MemoryPredictionError(MimicNormError):
 
 
 class NameNotFoundError(MimicNormError):
-    """A model, method or option name is not known; the message lists near ones, or all if they are few.
+    """A model, method or option name is not known; the message suggests similar ones, or lists all of a short list.
 
     Args:
         message: What is wrong, as a sentence.
@@ -57,10 +57,10 @@ class NameNotFoundError(MimicNormError):
     def __init__(self, message: str, name: str = "", known: Iterable[str] = ()):
         known = list(known)
         lower = {k.lower(): k for k in known}
-        near = [lower[k] for k in difflib.get_close_matches(name.lower(), lower, n=4, cutoff=0.5)]
-        hint = f" Near ones: {', '.join(near)}." if near else ""
-        listed = f" Known: {', '.join(known)}." if known and (len(known) < 12 or (len(known) < 60 and not near)) else ""
-        super().__init__(f"{message}{hint}{listed}")
+        similar = [lower[k] for k in difflib.get_close_matches(name.lower(), lower, n=4, cutoff=0.5)]
+        hint = f" Did you mean {', '.join(similar)}?" if similar else ""
+        list_all = known and len(known) < (12 if similar else 60)
+        super().__init__(message + hint + (f" Known: {', '.join(known)}." if list_all else ""))
 
 
 class NonFiniteError(MicroBatchError):

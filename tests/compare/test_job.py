@@ -26,7 +26,7 @@ def test_every_method_says_what_it_is_in_a_sentence():
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("batchnorm,mimicnrm", "Near ones: mimicnorm"),
+        ("batchnorm,mimicnrm", "Did you mean mimicnorm"),
         ("batchnorm,batchnorm:2", "twice"),
         ("batchnorm:two", "must end in a number of seeds"),
         ("batchnorm:0", "seeds of batchnorm=0: use a whole number of at least 1"),

@@ -231,6 +231,8 @@ def test_a_signal_while_the_page_is_written_ends_the_training_processes(tmp_path
 
     def write(data, out):
         write_page(data, out)
+        if data["status"] == "interrupted":
+            assert [process.returncode for process in processes] == [0, 143], "stopped before anything else is done"
         if any(m["runs"] for m in data["methods"]) and data["status"] == "running":
             assert [process.returncode for process in processes] == [0, None]
             os.kill(os.getpid(), number)

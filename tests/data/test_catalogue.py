@@ -174,7 +174,7 @@ def test_readers_that_execute_code_from_files_are_not_accepted():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"name": "cifar1000"}, "Near ones: cifar100, cifar10"),
+        ({"name": "cifar1000"}, "Did you mean cifar100, cifar10"),
         ({"name": "digits", "split": "val"}, "split must be"),
         ({"name": "digits", "augment": "much"}, "augment must be"),
         ({"name": "cifar10", "data_dir": "/nowhere/at/all"}, "'/nowhere/at/all' does not exist"),

@@ -136,7 +136,7 @@ def test_weights_start_as_the_authors_draw_them():
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        ({"name": "resnet81"}, "Near ones: resnet18"),
+        ({"name": "resnet81"}, "Did you mean resnet18"),
         ({"name": "zzz"}, "Known: vgg11"),
         ({"name": "resnet18", "input": "mnist"}, "input must be"),
         ({"name": "resnet18", "width": 0}, "width=0: use a finite number above 0"),

@@ -56,15 +56,15 @@ def test_a_factory_gets_what_it_takes(user_module):
 @pytest.mark.parametrize(
     ("spec", "arguments", "says"),
     [
-        ("resnet_18", {}, "'resnet_18' is not a model: .* Near ones: resnet18"),
+        ("resnet_18", {}, "'resnet_18' is not a model: .* Did you mean resnet18"),
         ("timm:", {}, "is not a model"),
-        ("timm:resnet5O", {}, "timm has no model 'resnet5O' among .* Near ones: resnet50"),
+        ("timm:resnet5O", {}, "timm has no model 'resnet5O' among .* Did you mean resnet50"),
         ("torchvision:resnet9", {}, "torchvision has no model 'resnet9'"),
         ("torchvision:resnet18", {"in_channels": 1}, "takes images of 3 channels, not 1"),
         ("timm:resnet18", {"width": 0.5}, "set width to 1"),
         ("timm:resnet18", {"input": "cifar"}, "leave input out"),
         ("no.such.module:net", {}, "there is no module 'no'"),
-        ("torch.nn:Conv7d", {}, "Near ones: Conv"),
+        ("torch.nn:Conv7d", {}, "Did you mean Conv"),
         ("torch.nn:Conv2d", {}, "cannot be called without arguments"),
         ("mynets:plain", {"num_classes": 2}, "with num_classes=2: .* takes the keywords num_classes and in_channels"),
         ("mynets:plain", {"in_channels": 1}, "cannot be called with in_channels=1"),
@@ -100,7 +100,7 @@ def test_a_mistyped_name_does_not_wait_for_torch():
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert "Near ones: resnet18" in done.stdout
+    assert "Did you mean resnet18" in done.stdout
 
 
 @pytest.mark.parametrize(

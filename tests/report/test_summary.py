@@ -26,6 +26,17 @@ def test_a_single_seed_is_compared_without_an_interval():
     assert rows(data)[1][2] == "+2.50\n(one seed)"
 
 
+def test_times_of_less_than_six_rounds_have_a_range():
+    data = comparison()
+    headings = [column.heading for column in columns(data)]
+    explanation = columns(data)[headings.index("time\nper step")].explanation
+    assert "with the 95 % interval of" in explanation
+    for m in data["methods"][:2]:
+        m["time"] |= {"rounds": 1, "ratio": {"value": 0.9, "low": 0.9, "high": 0.9}}
+    assert "with the range of" in columns(data)[headings.index("time\nper step")].explanation
+    assert [row[5] for row in rows(data)[:2]] == ["12.3 ms", "2.50 s\nx0.90\n[0.90, 0.90]"]
+
+
 def test_columns_without_content_are_left_out():
     data = comparison()
     for m in data["methods"]:

@@ -374,7 +374,7 @@ def test_a_network_that_ran_a_few_batches_is_not_trained():
 def test_tabular_networks_are_not_told_about_images():
     net = nn.Sequential(nn.Linear(20, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 3))
     (note,) = plan(net, MimicNorm(), example=(4, 20)).notes
-    assert note == "1 layer (0) not centred: their fan-in is at most min_fan_in=50"
+    assert note == "1 layer (0) not centred: fan-in of at most min_fan_in=50"
 
 
 @pytest.mark.parametrize("init", ["auto", "calibrate", "theory", None])

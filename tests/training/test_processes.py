@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -99,8 +100,15 @@ def test_shares_make_up_the_batch():
     assert shares == [[0, 1, 2], [3, 4, 5], [6, 7]]
 
 
-def test_a_device_that_is_not_there_is_an_error():
-    with pytest.raises(RecipeError, match="device 'nowhere' cannot be used"), init_process_group("nowhere"):
+def test_sums_are_double_on_the_host():
+    on_device = types.SimpleNamespace(cpu=lambda: torch.tensor([2**24 + 1]))  # not every device has doubles
+    assert Processes(torch.device("cpu")).sum(on_device).tolist() == [2**24 + 1.0]
+
+
+@pytest.mark.parametrize(("name", "reason"), [("nowhere", ""), ("cuda", ": torch finds no GPU here")])
+def test_a_device_that_is_not_there_is_an_error(name, reason, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(RecipeError, match=f"device '{name}' cannot be used{reason}"), init_process_group(name):
         pass
 
 

@@ -79,7 +79,7 @@ def test_a_killed_process_ends_the_sweep_and_the_others_save(tmp_path: Path, act
     recipes = {"a": small(), "b": small(seed=1), "c": small(seed=2)}
     clock = types.SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: (acting[0].kill(), time.sleep(0.05)))
     monkeypatch.setattr(sweep, "time", clock)
-    with pytest.raises(CheckpointError, match=r"was killed from outside.*--jobs 1 needs less"):
+    with pytest.raises(CheckpointError, match=r"was killed \(signal 9\).*--jobs 1 needs less"):
         dict(run_all(recipes, tmp_path, jobs=2, progress=False))
     assert [process.returncode for process in acting] == [-signal.SIGKILL, 128 + signal.SIGTERM]
     assert (folder_of("b", recipes["b"], tmp_path) / "saved").exists()

@@ -11,6 +11,7 @@ from typing import Any
 
 from mimicnorm.arguments import positive_int
 from mimicnorm.cli.train import folder, given_fields, with_recipe_flags
+from mimicnorm.compare.job import DEFAULT_METHODS, Job, base_recipe, entries
 
 _PER_RUN = ("method", "settings", "seed")
 
@@ -19,11 +20,11 @@ _PER_RUN = ("method", "settings", "seed")
 class Options:
     """Train one network under several methods and show them side by side: a table, compare.json and report.html.
 
-    Alone it compares four methods on small images of digits, with three seeds each, in two minutes. The same command
-    again goes on where it stopped; with more methods or seeds it adds them.
+    Without options it compares four methods on small images of digits, with three seeds each, in two minutes. Run the
+    same command again to continue where it stopped; with more methods or seeds it adds them.
     """
 
-    methods: str = "batchnorm,mimicnorm,nonorm,fixup"
+    methods: str = DEFAULT_METHODS
     """Methods by name, separated by commas; the first is what the others are compared with. NAME:3 trains one with
     three seeds, NAME+SETTING=VALUE changes one of its settings."""
     seeds: int = 3
@@ -37,14 +38,12 @@ class Options:
     largest_lr: bool = False
     """Also search each method's largest stable learning rate."""
     jobs: int = 0
-    """Train so many runs at once, each in a process with its share of the threads; 0 is two on a CPU, one on a GPU."""
+    """Runs to train at once, each in a process with its share of the threads; 0 is two on a CPU, one on a GPU."""
     device: str = "auto"
     """cpu, cuda, ...; auto is the GPU if there is one."""
 
     def run(self) -> None:
         """Compare, print the table, say where the page is."""
-        from mimicnorm.compare.job import Job, base_recipe, entries
-
         for name, least in (("seeds", 1), ("rounds", 0), ("jobs", 0)):
             positive_int(getattr(self, name), f"--{name}", least=least)
         chosen = base_recipe(**given_fields(self))
@@ -60,7 +59,7 @@ class Options:
 
         data = run(job, out, data_dir=self.data_dir, device=self.device, jobs=self.jobs)
         if data["status"] == "interrupted":
-            print(f"interrupted; what is finished is in {out}. The same command goes on from there", file=sys.stderr)
+            print(f"interrupted; finished runs are in {out}. Run the same command to continue", file=sys.stderr)
             raise SystemExit(128 + data["signal"])
         Console().print(report.table(data))
         print(f"wrote {out / 'compare.json'} and {out / 'report.html'}")

@@ -9,5 +9,5 @@ class Console(rich.console.Console):
     """Rich's console, but a closed pipe is left to ``main`` like that of a plain print."""
 
     def on_broken_pipe(self) -> None:
-        """Say that nobody reads."""
+        """Raise the error of a plain print."""
         raise BrokenPipeError

@@ -5,29 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Literal
 
-import tyro
+from mimicnorm.cli.network import Network
 
 
 @dataclass
-class Convert:
+class Convert(Network):
     """Print the plan for a network, line by line, and the memory it would save."""
 
-    model: Annotated[str, tyro.conf.Positional]
-    """A network of this package (resnet18, vgg16, ...), timm:NAME, torchvision:NAME, or package.module:factory."""
     method: str = "mimicnorm"
     """mimicnorm, weight-mean, last-bn, nonorm, batchnorm, fixup, skipinit, groupnorm-ws or scaled-ws."""
-    image: int | None = None
-    """Height and width of the input; the model's own default if not given."""
-    batch: int = 8
-    """Samples in the example."""
-    input: Literal["imagenet", "cifar"] | None = None
-    """Stem of a network of this package: imagenet (224 px), or cifar (32 px), without stride."""
-    width: float | None = None
-    """Multiplies the channels of a network of this package."""
-    shape: tuple[int, ...] | None = None
-    """The whole input shape, batch first, for inputs that are not square images."""
     head: str | None = None
     """Qualified name of the module that makes class scores; for none, take --method weight-mean."""
     allow_mixing: tuple[str, ...] = ()
@@ -42,7 +29,6 @@ class Convert:
         from mimicnorm import memory
         from mimicnorm.errors import InitError
         from mimicnorm.methods import method
-        from mimicnorm.models.lookup import find, input_shape
         from mimicnorm.surgery.convert import convert
         from mimicnorm.surgery.planning import plan
         from mimicnorm.training.recipes import INITS
@@ -50,8 +36,7 @@ class Convert:
         if self.init not in INITS:
             raise InitError(f"--init {self.init!r} is not known: use one of {', '.join(INITS)}")
         chosen = method(self.method)
-        model = find(self.model, input=self.input, width=self.width, image=self.image)
-        shape = input_shape(model, batch=self.batch, image=self.image, shape=self.shape)
+        model, shape = self.build()
         how: dict = {"example": shape, "head": self.head, "allow_mixing": self.allow_mixing}
         planned = plan(model, chosen, init=None if self.init == "none" else self.init, **how)
         planned.require()

@@ -5,27 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import tyro
+from mimicnorm.cli.network import Network
 
 
 @dataclass
-class Memory:
+class Memory(Network):
     """Predict the memory of a training step under several methods, without allocating it."""
 
-    model: Annotated[str, tyro.conf.Positional]
-    """A network of this package (resnet18, vgg16, ...), timm:NAME, torchvision:NAME, or package.module:factory."""
     batch: int = 32
-    """Samples in the batch."""
-    image: int | None = None
-    """Height and width of the input; the model's own default if not given."""
-    input: Literal["imagenet", "cifar"] | None = None
-    """Stem of a network of this package: imagenet (224 px), or cifar (32 px), without stride."""
-    width: float | None = None
-    """Multiplies the channels of a network of this package."""
-    shape: tuple[int, ...] | None = None
-    """The whole input shape, batch first, for inputs that are not square images."""
     methods: str = "batchnorm,mimicnorm,nonorm"
     """Methods to compare, separated by commas: those of ``convert --method``, or ``all``."""
     optimizer: Literal["sgd-momentum", "sgd", "adamw", "none"] = "sgd-momentum"
@@ -52,8 +41,6 @@ class Memory:
         from mimicnorm.errors import MemoryPredictionError
         from mimicnorm.memory.step import device_type
         from mimicnorm.methods import METHODS, method
-        from mimicnorm.models import find
-        from mimicnorm.models.lookup import input_shape
         from mimicnorm.pictures import require_picture
 
         names = METHODS if self.methods == "all" else [name.strip() for name in self.methods.split(",")]
@@ -66,10 +53,9 @@ class Memory:
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         device = device_type(auto if self.device == "auto" else self.device)
         with Console(stderr=True).status(f"loading {self.model}") as status:
-            model = find(self.model, input=self.input, width=self.width, image=self.image)
+            model, shape = self.build()
             if not self.fake:
                 model = _moved(model, device)
-            shape = input_shape(model, batch=self.batch, image=self.image, shape=self.shape)
             comparison = memory.compare(
                 model,
                 shape,

@@ -8,9 +8,11 @@ import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
+
+from mimicnorm.cli.network import Network
 
 if TYPE_CHECKING:
     import torch
@@ -39,7 +41,7 @@ class Gains:
 class Figure:
     """Draw one of the theory's figures."""
 
-    name: Annotated[str, tyro.conf.Positional]
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME")]
     """distributions, transitions, correlations, ntk, residual or phase."""
     out: str | None = None
     """The file to write; its ending chooses the format. theory-NAME.png if not given."""
@@ -92,25 +94,13 @@ class Check:
 
 
 @dataclass
-class Doctor:
+class Doctor(Network):
     """Show variance, correlation and gradient through a network, before and after conversion, with a verdict."""
 
-    model: Annotated[str, tyro.conf.Positional]
-    """A network of this package (resnet18, vgg16, ...), timm:NAME, torchvision:NAME, or package.module:factory."""
     method: str = "mimicnorm"
     """What to convert with."""
-    image: int | None = None
-    """Height and width of the input; the model's default if not given."""
-    input: Literal["imagenet", "cifar"] | None = None
-    """Stem of a network of this package: imagenet (224 px), or cifar (32 px), without stride."""
-    width: float | None = None
-    """Multiplies the channels of a network of this package."""
-    shape: tuple[int, ...] | None = None
-    """The whole input shape, batch first, for inputs that are no square images."""
     head: str | None = None
     """Qualified name of the module that makes the logits."""
-    batch: int = 8
-    """Samples of noise to send through."""
     plot: str | None = None
     """Draw both networks over depth to this file."""
     json: bool = False
@@ -123,8 +113,6 @@ class Doctor:
 
         from mimicnorm.cli.console import Console
         from mimicnorm.methods import method
-        from mimicnorm.models import find
-        from mimicnorm.models.lookup import input_shape
         from mimicnorm.pictures import require_picture
         from mimicnorm.surgery.convert import convert
         from mimicnorm.surgery.example import call_arguments
@@ -137,8 +125,7 @@ class Doctor:
         if self.plot is not None:
             require_picture(self.plot)
         chosen = method(self.method)
-        model = find(self.model, input=self.input, width=self.width, image=self.image)
-        shape = input_shape(model, batch=self.batch, image=self.image, shape=self.shape)
+        model, shape = self.build()
         (x,), _ = call_arguments(model, shape)
         signals = {"before": doctor.propagate(model, x)}
         signals[chosen.name] = doctor.propagate(convert(model, chosen, example=x, head=self.head), x)

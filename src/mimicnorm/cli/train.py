@@ -1,4 +1,4 @@
-"""``mimicnorm train``: one recipe, every field of it a flag, in a folder that a later call goes on with."""
+"""``mimicnorm train``: one recipe, every field of it a flag, in a folder that a later call resumes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from mimicnorm.training.recipes import Recipe, recipe
 
 @dataclass
 class Options:
-    """Train one recipe; the same command again goes on where it stopped."""
+    """Train one recipe; run the same command again to resume it."""
 
-    recipe: Annotated[str, tyro.conf.Positional]
+    recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
     """The recipe, such as cifar100-resnet18, cifar100-resnet18-desk or digits-resnet10; or the recipe.json of a run."""
     out: str | None = None
     """The run's folder; runs/RECIPE-METHOD-seedN if not given."""
@@ -29,14 +29,14 @@ class Options:
     tensorboard: bool = False
     """Write TensorBoard events, too, with the last BN's running variance per class."""
     checkpoint_steps: int = 0
-    """Save every so many steps, beside the end of each epoch."""
+    """Steps between checkpoints, which are also saved at the end of each epoch; 0 is never."""
     checkpoint_seconds: float = 600.0
-    """Save when this long has passed."""
+    """Seconds between checkpoints."""
     device: str = "auto"
     """cpu, cuda, ...; auto is the GPU if there is one."""
 
     def run(self) -> None:
-        """Train, or go on; print how it ended."""
+        """Train or resume; print how it ended."""
         chosen = recipe(self.recipe, **given_fields(self))
         chosen.check_names()
         out = folder(self.out, f"{Path(self.recipe).stem}-{chosen.method}-seed{chosen.seed}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -47,18 +46,7 @@ def parse(argv: Sequence[str]) -> Any:
     command = getattr(importlib.import_module(f"mimicnorm.cli.{verb}"), verb.capitalize())
     short = (tyro.conf.OmitSubcommandPrefixes, tyro.conf.OmitArgPrefixes)
     parsed = tyro.cli(command, prog=f"mimicnorm {verb}", args=options, config=short)
-    check_names(getattr(parsed, "what", parsed))  # theory has verbs of its own
+    check = getattr(getattr(parsed, "what", parsed), "check_names", None)  # theory has verbs of its own
+    if check is not None:
+        check()
     return parsed
-
-
-def check_names(options: Any) -> None:
-    """Raise an error for a mistyped model or method. Quick: a verb imports torch when it runs, which takes seconds."""
-    from mimicnorm.methods import method
-    from mimicnorm.models.lookup import check_spec
-
-    if model := getattr(options, "model", None):
-        check_spec(model)
-    entries = [getattr(options, "method", None) or "", *(getattr(options, "methods", None) or "").split(",")]
-    for name in (re.split("[+:]", entry.strip())[0] for entry in entries):  # NAME+SETTING=VALUE:SEEDS
-        if name not in ("", "all"):
-            method(name)

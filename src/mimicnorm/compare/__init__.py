@@ -2,7 +2,7 @@
 
     mimicnorm compare --model resnet18 --width 0.25 --data cifar100 --methods batchnorm,mimicnorm,nonorm --out runs/c
 
-Start reading in ``run.py``.
+Start reading in ``stages.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The comparison, stage by stage; whatever is finished is on disk, and the same call goes on from there."""
+"""The comparison, stage by stage; whatever is finished is on disk, and the same call continues from there."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mimicnorm.data import Source
 from mimicnorm.errors import RecipeError
 from mimicnorm.training.loop import load
 from mimicnorm.training.processes import init_process_group
-from mimicnorm.training.progress import tell
+from mimicnorm.training.progress import print_line
 from mimicnorm.training.state import data_identity, lock
 from mimicnorm.training.step import Trainer
 from mimicnorm.training.sweep import finished, folder_of, run_all
@@ -37,16 +37,16 @@ def run(
 ) -> dict[str, Any]:
     """Compare methods in a folder: ``compare.json``, ``report.html``, and one training run per method and seed.
 
-    The same call on the same folder goes on where it was; with more methods or seeds it adds them.
+    The same call on the same folder continues where it stopped; with more methods or seeds it adds them.
 
     Args:
         job: What to compare.
         out: The folder.
         data_dir: Where the data is; see ``mimicnorm.data.load``.
         device: "auto" is the GPU if there is one.
-        jobs: Train so many runs at once, each in a process with its share of the threads: on a CPU two are faster than
+        jobs: Runs to train at once, each in a process with its share of the threads: on a CPU two are faster than
             one after the other. 0 is two on a CPU with two threads or more, one elsewhere.
-        progress: Say what happens.
+        progress: Print what happens.
 
     Returns:
         What ``compare.json`` holds; its status is "done" or "interrupted".
@@ -62,7 +62,7 @@ def run(
 
     def say(text: str) -> None:
         if progress:
-            tell(text)
+            print_line(text)
 
     out = Path(out)
     source, test_set = load(job.recipe, data_dir)

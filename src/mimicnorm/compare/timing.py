@@ -1,4 +1,4 @@
-"""Time per step, interleaved: what else the machine does hits every method alike."""
+"""Time per step, interleaved: other work of the machine slows every method equally."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from mimicnorm.compare.intervals import median
 
-LEAST_ROUNDS = 5
+LEAST_ROUNDS = 6  # an interval of 95 % needs six
 
 
 def interleaved(
@@ -20,7 +20,7 @@ def interleaved(
     Args:
         steps: What to time, by name; each returns when its work is done.
         rounds: How many rounds.
-        budget: Stop after so many seconds, but not before five rounds.
+        budget: Seconds after which to stop, but not before six rounds.
         warmup: Rounds that are not counted.
 
     Example:

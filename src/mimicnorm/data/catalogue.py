@@ -53,7 +53,7 @@ def load(
         split: train or test.
         data_dir: where the files are, in a folder of the data set's name or directly. If not given, the environment
             variable MIMICNORM_DATA; if that is not set, the hub.
-        limit: take at most so many samples, spread evenly over the classes.
+        limit: samples to take at most, spread evenly over the classes.
         augment: what `Source.batches` does where asked to augment. standard: shifts (4 pixels, CIFAR; 2, MNIST; 1,
             digits) and, except for digits and MNIST, mirror images; crops of 8 to 100 % of the area for folders.
             light: mirror images alone; crops of 25 to 100 %. none: nothing.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mimicnorm.memory.units import format_bytes
 from mimicnorm.methods import METHODS
 from mimicnorm.report.plots import COLOURS, Bar, bars, curves, element, points_of
-from mimicnorm.report.summary import about_memory, columns, rows, title
+from mimicnorm.report.summary import about_memory, columns, interval, rounds, rows, title
 from mimicnorm.surgery.plan import count
 
 if TYPE_CHECKING:
@@ -41,7 +41,8 @@ def page(data: dict[str, Any]) -> str:
         curve=lambda quantity, factor=1.0: _curve(methods, quantity, factor),
         memory_bars=lambda quantity: _bars(_memory_bars(methods, quantity)),
         time_bars=_bars(_time_bars(methods)),
-        rounds=next((m["time"]["rounds"] for m in methods if m["time"]), 0),
+        rounds=rounds(data),
+        interval=interval(data),
         about_memory=about_memory(data),
     )
 

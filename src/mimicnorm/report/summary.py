@@ -56,9 +56,9 @@ def columns(data: dict[str, Any]) -> list[Column]:
         ),
         Column(
             "time\nper step",
-            f"Median time of one training step on this machine, and as a multiple of {first} with the 95 % interval of "
-            "that median. Steps of all methods take turns, so that other work of the machine slows all of them.",
-            _time,
+            f"Median time of one training step on this machine, and as a multiple of {first} with {interval(data)} of "
+            "that multiple. Steps of all methods take turns, so that other work of the machine slows all of them.",
+            lambda m: _time(m, methods[0]),
         ),
         Column(
             "largest\nlearning rate",
@@ -88,6 +88,16 @@ def table(data: dict[str, Any]) -> Table:
         made.add_row(*row)
     made.caption, made.caption_justify = about_memory(data) or None, "left"
     return made
+
+
+def rounds(data: dict[str, Any]) -> int:
+    """Return in how many rounds the steps were timed; 0 if they were not."""
+    return next((m["time"]["rounds"] for m in data["methods"] if m["time"]), 0)
+
+
+def interval(data: dict[str, Any]) -> str:
+    """Say what the interval of a time is: fewer than six rounds are too few for 95 %."""
+    return "the 95 % interval" if rounds(data) >= 6 else "the range"
 
 
 def about_memory(data: dict[str, Any]) -> str:
@@ -163,12 +173,12 @@ def _bytes(m: dict[str, Any], quantity: str, ratio: str) -> str:
     return format_bytes(round(memory[quantity])) + (f"\nx{memory[ratio]:.2f}" if ratio in memory else "") + eager
 
 
-def _time(m: dict[str, Any]) -> str:
+def _time(m: dict[str, Any], first: dict[str, Any]) -> str:
     if not m["time"]:
         return NOTHING
     seconds, ratio = m["time"]["seconds"], m["time"]["ratio"]
     text = f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"
-    if ratio["low"] == ratio["high"]:  # the first method, compared with itself
+    if m is first:
         return text
     return f"{text}\nx{ratio['value']:.2f}\n[{ratio['low']:.2f}, {ratio['high']:.2f}]"
 

@@ -129,7 +129,7 @@ class Plan:
                 "anything else (regression, a discriminator) use last_norm=False"
             )
         if self.init_why:
-            lines.append(f"initial weights: {self.init} ({self.init_why})")
+            lines.append(f"initial weights: {self.init or 'unchanged'} ({self.init_why})")
         lines += [f"note: {n}" for n in self.notes]
         lines += [f"REFUSED {r}" for r in self.refusals]
         return "\n".join(lines)

@@ -252,7 +252,7 @@ class _Planner:
             images = any(len(n.shape) == 4 for n in self.graph.nodes if n.kind is Kind.INPUT)
             hint = ". Small images train better with the first layer centred, too: see docs/compare.md"
             self.plan.notes.append(
-                f"{count(len(small), 'layer')} ({first_names(small)}) not centred: their fan-in is at most "
+                f"{count(len(small), 'layer')} ({first_names(small)}) not centred: fan-in of at most "
                 f"min_fan_in={self.method.min_fan_in}{hint * images}"
             )
 

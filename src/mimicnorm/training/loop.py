@@ -1,8 +1,8 @@
 """The loop: one recipe, one folder, one result.
 
 Order of the images, augmentation, learning rate and dropout are functions of (recipe, step). So a checkpoint holds
-weights, momentum and a few counters (``state.py``), and a run that was killed anywhere goes on bit for bit as if it had
-not been.
+weights, momentum and a few counters (``state.py``), and a run that was killed
+anywhere resumes bit for bit.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def train(
         sources: Training and test data to use instead of what the recipe names.
         progress: Show a bar on a terminal, lines elsewhere.
         tensorboard: Write TensorBoard events, too.
-        checkpoint_steps: Save every so many steps beside the end of each epoch; 0 is never.
-        checkpoint_seconds: Save when this long has passed.
+        checkpoint_steps: Steps between checkpoints, which are also saved at the end of each epoch; 0 is never.
+        checkpoint_seconds: Seconds between checkpoints.
         device: "auto" is the GPU if there is one.
 
     Example:
@@ -118,7 +118,7 @@ def _train_loop(run: _Run, train_set: data.Source, test_set: data.Source) -> Res
 
 @dataclass
 class _Run:
-    """A run on its way, alike in every process; the main one writes."""
+    """A run in progress, the same in every process; the main one writes."""
 
     trainer: Trainer
     folder: RunFolder
@@ -221,7 +221,7 @@ class _Run:
         """Return the result; unless interrupted, write it down."""
         step, history = self.position.step, self.position.history
         if status == "interrupted":
-            self.bar.say(f"stopped and saved at step {step}; the same command goes on from there")
+            self.bar.say(f"stopped and saved at step {step}; run the same command to continue")
             return Result(status, step, history, self.stop[0] if self.stop else None)
         if status == "diverged":
             step += 1  # the first one with a loss that is not finite

@@ -97,12 +97,14 @@ def _usable(name: str) -> torch.device:
     try:
         device = torch.device(name)
         if device.type == "cuda":
+            if not torch.cuda.is_available():
+                raise RuntimeError("torch finds no GPU here")
             device = torch.device(
                 "cuda", int(os.environ.get("LOCAL_RANK", 0)) if device.index is None else device.index
             )
             torch.cuda.set_device(device)
         torch.zeros(1, device=device).item()
-    except (RuntimeError, AssertionError, AttributeError) as error:  # the last: a torch that was built without CUDA
+    except (RuntimeError, AssertionError) as error:
         raise RecipeError(f"device {name!r} cannot be used: {str(error).splitlines()[0]}") from error
     return device
 

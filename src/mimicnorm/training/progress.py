@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 SECONDS_BETWEEN_LINES = 60.0
 
 
-def tell(text: str, *, error: bool = False) -> None:
-    """Print a line at once; if nobody reads the output any more (``| head -1``), the work goes on without it."""
+def print_line(text: str, *, error: bool = False) -> None:
+    """Print a line at once; if nobody reads the output any more (``| head -1``), print nothing from then on."""
     stream = sys.stderr if error else sys.stdout
     try:
         print(text, file=stream, flush=True)
@@ -96,7 +96,7 @@ class Progress:
         if self.on_terminal:
             self.bar.console.print(text, highlight=False, markup=False)
         elif self.shown:
-            tell(text)
+            print_line(text)
 
     def board_line(self, line: dict[str, Any], variance: Tensor | None) -> None:
         """Write scalars, and the running variance of the last BN per class, to TensorBoard if it was asked for."""

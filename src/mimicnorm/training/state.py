@@ -1,10 +1,10 @@
-"""All of resume: what a run leaves on disk, and how it is found again.
+"""All of resume: what a run leaves on disk, and how it continues from there.
 
     recipe.json  data.json                 what the folder was claimed for; anything else is refused
     metrics.jsonl  timing.jsonl            logs; on resume they are cut back to the checkpoint
     checkpoints/step-*.safetensors         weights, momentum, scaler and `Position`; the newest two
     weights.safetensors  result.json       of a finished run
-    .lock                                  held by the process that trains here
+    .lock                                  locked by the process that trains here
 
 Every file but the logs is whole or not there: it is written under another name, synced and renamed. Tensor files carry
 a SHA-256 over every name, type, shape and byte and over their counters; nothing in them is executed on load.
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from mimicnorm.data import Source
 from mimicnorm.errors import CheckpointError, RecipeError
-from mimicnorm.training.progress import tell
+from mimicnorm.training.progress import print_line
 from mimicnorm.training.recipes import Recipe
 from mimicnorm.training.step import Trainer
 
@@ -94,7 +94,8 @@ class RunFolder:
     def result(self, data: dict[str, Any] | None = None) -> Result | None:
         """Return the result if the run is over; only reads, so it needs no lock.
 
-        A finished run whose weights are gone or damaged is not over: it goes on from its last checkpoint.
+        A finished run whose result is damaged, or whose weights are missing or damaged, is not over: it makes them
+        again from its last checkpoint.
 
         Args:
             data: See `data_identity`; a run on other data is an error.
@@ -104,21 +105,17 @@ class RunFolder:
         if not path.exists():
             return None
         try:
-            result = Result(**_read_json(path))
+            result = Result(**json.loads(path.read_text()))
             if result.status not in ("done", "diverged") or not isinstance(result.step, int):
                 raise TypeError(f"status {result.status!r} at step {result.step!r}")
             for line in result.history:
                 float(line["top1"])
-        except (TypeError, ValueError, LookupError) as error:
-            raise CheckpointError(
-                f"{path} is damaged ({error}). Delete it: the same command makes it again from the last checkpoint"
-            ) from error
-        if result.status == "done":
-            try:
+            if result.status == "done":
                 load_tensors(self.path / "weights.safetensors")
-            except CheckpointError as error:
-                tell(f"{error}; making it again from the last checkpoint", error=True)
-                return None
+        except (TypeError, ValueError, LookupError) as error:
+            reason = error if isinstance(error, CheckpointError) else f"{path} is damaged: {error}"
+            print_line(f"{reason}; making it again from the last checkpoint", error=True)
+            return None
         return result
 
     def resume(self, data: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
@@ -164,9 +161,9 @@ class RunFolder:
             try:
                 return load_tensors(path)
             except CheckpointError as error:
-                tell(f"{error}; going on from the checkpoint before it", error=True)
+                print_line(f"{error}; resuming from the checkpoint before it", error=True)
         if paths:
-            raise CheckpointError(f"{self.checkpoints} holds no checkpoint to go on from: start in another folder")
+            raise CheckpointError(f"{self.checkpoints} has no checkpoint that is whole: start in another folder")
         return None
 
     def _newest_first(self) -> list[Path]:
@@ -193,7 +190,7 @@ class RunFolder:
         path = self.checkpoints / f"step-{position.step:09d}.safetensors"
         save_tensors(path, _tensors(trainer), state | {"position": dataclasses.asdict(position)})
         others = self._newest_first()
-        at = others.index(path)  # newer ones are damaged, or the run would have gone on from them
+        at = others.index(path)  # newer ones are damaged, or the run would have resumed from them
         for other in others[:at] + others[at + CHECKPOINTS :]:
             with contextlib.suppress(OSError):
                 other.unlink()
@@ -203,7 +200,9 @@ class RunFolder:
             path, length = self.path / name, lengths.get(name, 0)
             size = path.stat().st_size if path.exists() else 0
             if size < length:
-                raise CheckpointError(f"{path} has lost lines that the checkpoint counts on: put the file back")
+                raise CheckpointError(
+                    f"{path} is shorter than at the last checkpoint: restore it, or use another folder"
+                )
             if size > length:
                 os.truncate(path, length)
 
@@ -341,10 +340,10 @@ def _read_json(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_text())
         if not isinstance(data, dict):
-            raise ValueError(f"it holds a {type(data).__name__}, not fields by name")
+            raise ValueError(f"a {type(data).__name__}, not an object")
         return data
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}. Use another folder") from error
+        raise CheckpointError(f"{path} is damaged: {error}. Restore it, or use another folder") from error
 
 
 def save_tensors(path: Path, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:

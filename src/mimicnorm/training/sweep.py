@@ -1,8 +1,8 @@
 """Many runs: each is a process of ``mimicnorm train`` in a folder of its own, several at once.
 
-A run is found by the hash of its resolved recipe, so a changed setting or default never meets a stale run, and the same
-sweep again trains only what is not finished. A run that is killed is a killed process: the sweep stops the others, and
-raises an error once they have saved.
+A run is identified by the hash of its resolved recipe, so a changed setting or default never meets a stale run, and the
+same sweep again trains only what is not finished. A run that is killed is a killed process: the sweep stops the others,
+and raises an error once they have saved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 
 from mimicnorm.errors import CheckpointError
 from mimicnorm.training.loop import PARENT
-from mimicnorm.training.progress import tell
+from mimicnorm.training.progress import print_line
 from mimicnorm.training.recipes import Recipe
 from mimicnorm.training.state import METRICS, Result, RunFolder, write_json
 
@@ -48,7 +48,7 @@ def run_all(
     Args:
         recipes: What to train, by label; labels with the same resolved recipe share a run.
         out: Where the runs' folders are.
-        jobs: Train so many at once, each with its share of this process's threads.
+        jobs: Runs to train at once, each with its share of this process's threads.
         data_dir: Where the data is; see ``mimicnorm.data.load``.
         device: "auto" is the GPU if there is one.
         data: Refuse finished runs on other data than this; see ``state.data_identity``.
@@ -81,11 +81,11 @@ def run_all(
                 for label, result in finished({name: recipes[name] for name in waiting.pop(folder)}, out, data).items():
                     done, last_line = done + 1, time.monotonic()
                     if progress:
-                        tell(f"[{done}/{len(recipes)}] {label}: {_outcome(result)}")
+                        print_line(f"[{done}/{len(recipes)}] {label}: {_outcome(result)}")
                     yield label, result
             if progress and jobs > 1 and time.monotonic() - last_line > SECONDS_BETWEEN_LINES:
                 last_line = time.monotonic()
-                tell("    " + "; ".join(f"{waiting[folder][0]}: {_standing(folder)}" for folder in running))
+                print_line("    " + "; ".join(f"{waiting[folder][0]}: {_standing(folder)}" for folder in running))
     finally:
         for process in running.values():
             process.terminate()
@@ -129,8 +129,8 @@ def _start(
 def _require_success(folder: Path, code: int) -> None:
     if code < 0 or code > 128:
         raise CheckpointError(
-            "a training process was killed from outside, perhaps for want of memory. What is finished is in "
-            f"{folder.parent}: the same command goes on from there, and --jobs 1 needs less memory"
+            f"the training process of {folder} was killed (signal {code - 128 if code > 0 else -code}), perhaps "
+            "because memory ran out. Run the same command to continue; --jobs 1 needs less memory"
         )
     if code != 0:
         lines = (folder / ERRORS).read_text(errors="replace").split("\n")
