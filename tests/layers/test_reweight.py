@@ -338,6 +338,21 @@ def test_a_weight_that_is_not_recognised_scales_the_output():
     torch.testing.assert_close(layer(x), 0.5 * plain(x))
 
 
+class Mirrored(nn.Conv2d):
+    """Applies its weight twice, once by way of a function."""
+
+    def forward(self, x):
+        return F.conv2d(x, self.weight, self.bias) + F.conv2d(x, self.weight.flip(3))
+
+
+def test_the_output_of_a_foreign_forward_is_scaled_on_request():
+    plain, x, scale = Mirrored(3, 4, 2), torch.randn(2, 3, 5, 5), nn.Parameter(torch.tensor([0.5]))
+    layer = scale_weight_(copy.deepcopy(plain), scale, scales_output=True)
+    torch.testing.assert_close(layer(x), 0.5 * plain(x))
+    torch.testing.assert_close(pickle.loads(pickle.dumps(layer))(x), layer(x))
+    torch.testing.assert_close(fixup_(copy.deepcopy(plain), None, scale, scales_output=True)(x), 0.5 * plain(x))
+
+
 def test_the_bias_is_scaled_on_request():
     plain = nn.Linear(3, 4)
     layer = scale_weight_(copy.deepcopy(plain), nn.Parameter(torch.tensor([0.5])), scales_bias=True)

@@ -8,6 +8,7 @@ import invariants
 import nets
 import pytest
 import torch
+import torch.nn.functional as F
 import zoo
 from signals import largest_variance, variances
 from torch import nn
@@ -154,6 +155,39 @@ def test_calibrate_scales_weights_and_starts_residual_scalars_as_planned():
         assert model.get_submodule(name).residual_scale.item() == pytest.approx(scale), name
     found = variances(model, scales, x)
     assert all(v == pytest.approx(1, rel=1e-3) for v in found.values()), found
+
+
+class PooledEnd(nn.Module):
+    """Blocks whose branch is pooled, padded or concatenated before its BatchNorm."""
+
+    def __init__(self, between):
+        super().__init__()
+        self.between = between
+        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+        self.norms, self.fc = nn.ModuleList(nn.BatchNorm2d(8) for _ in range(3)), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = F.relu(x + norm(self.between(conv(x))))
+        return self.fc(x.mean((2, 3)))
+
+
+BETWEEN = [lambda y: F.avg_pool2d(y, 3, 1, 1), lambda y: F.pad(y[:, :, 1:-1, 1:-1], (1, 1, 1, 1)), lambda y: y.clone()]
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("method", [MimicNorm(), MimicNorm(min_fan_in=2), NoNorm(residual="sqrt")], ids=str)
+def test_calibrate_brings_the_end_of_a_branch_to_its_variance_behind_pooling(between, method):
+    model, x, ends = PooledEnd(between), torch.randn(64, 3, 12, 12), []
+    report = convert_(model, method, example=x, init="calibrate")
+    assert all(n.scale_into for n in report.norms if n.scale is not None)
+    for norm in model.norms:
+        norm.register_forward_hook(lambda module, args, output: ends.append(output.detach().var().item()))
+    model(x)
+    aims = [n.scale**2 * n.v for n in report.norms if n.scale is not None]
+    assert ends == pytest.approx(aims, rel=0.02)
 
 
 class TiedEnds(nn.Module):

@@ -106,16 +106,31 @@ class Unbiased(nn.Conv2d):
         return F.conv2d(x, self.weight)
 
 
+class Mirrored(nn.Conv2d):
+    def forward(self, x):
+        return F.conv2d(x, self.weight, self.bias) + F.conv2d(x, self.weight.flip(3))
+
+
+class Masked(nn.Conv2d):
+    def forward(self, x):
+        return F.conv2d(x, self.weight * 0.5, self.bias)
+
+
+@pytest.mark.parametrize("layer", [Mirrored, Masked])
+def test_a_scalar_on_the_weight_is_not_trusted_to_a_forward_that_computes_another(layer):
+    assert probe.layer(layer(4, 4, 3), torch.Size((2, 4, 6, 6))) == probe.LayerProbe(False, False, True, False)
+
+
 def test_layers():
     shape = torch.Size((2, 4, 6, 6))
-    assert probe.layer(nn.Conv2d(4, 4, 3), shape) == probe.LayerProbe(True, True, True)
-    assert probe.layer(Padded(4, 4, 3), shape) == probe.LayerProbe(True, True, True)
-    assert probe.layer(Standardised(4, 4, 3), shape) == probe.LayerProbe(True, False, True, follows=False)
+    assert probe.layer(nn.Conv2d(4, 4, 3), shape) == probe.LayerProbe(True, True, True, True)
+    assert probe.layer(Padded(4, 4, 3), shape) == probe.LayerProbe(True, True, True, True)
+    assert probe.layer(Standardised(4, 4, 3), shape) == probe.LayerProbe(True, False, True, False, follows=False)
     assert not probe.layer(Squared(4, 4, 3), shape).centres
     assert not probe.layer(Unbiased(4, 4, 3, bias=False), shape).takes_bias
     same = zoo.timm().layers.create_conv2d(4, 8, 3, stride=2, padding="same")
     assert type(same).__name__ == "Conv2dSame"
-    assert probe.layer(same, shape) == probe.LayerProbe(True, True, True)
+    assert probe.layer(same, shape) == probe.LayerProbe(True, True, True, True)
 
 
 def test_probes_on_the_meta_device():
@@ -154,7 +169,7 @@ def test_layers_whose_output_does_not_follow_their_weight_are_refused(layer, met
 
 
 def test_calibration_reads_back_what_it_achieved(monkeypatch):
-    monkeypatch.setattr(probe, "layer", lambda *_: probe.LayerProbe(True, True, True))
+    monkeypatch.setattr(probe, "layer", lambda *_: probe.LayerProbe(True, True, True, True))
     model = standardised_network(ConvWS2d)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     with pytest.raises(InitError, match="cannot calibrate 0: with its weight scaled for a variance of 1, the variance"):

@@ -42,6 +42,7 @@ class Reweighted(Derived):
         residual_scale: The scalar that ends a residual branch, shape (1,), or None.
         centres_weight: Whether the weight is centred per output channel.
         added_parameters: The names of those that the layer has beside its base's.
+        scales_output: Whether the scalar multiplies the output of a foreign forward, not its weight.
         weight_label: What the layer's repr says.
     """
 
@@ -50,6 +51,7 @@ class Reweighted(Derived):
     residual_scale: Tensor | None
     centres_weight = False
     added_parameters: tuple[str, ...] = ("residual_scale",)
+    scales_output = False
     weight_label: str
 
     def __init__(self, *args: Any, **kwargs: Any):
@@ -142,6 +144,8 @@ class _Routed(Reweighted):
     """For a class with a ``forward`` of its own: the call that takes ``self.weight`` is routed."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.scales_output:
+            return self.without_call(super().forward(*args, **kwargs))  # pyrefly: ignore
         if parametrize.is_parametrized(self, "weight"):  # pyrefly: ignore
             with parametrize.cached():  # or the weight is another object at each access, and no call takes it
                 return self._routed(*args, **kwargs)
@@ -210,7 +214,7 @@ class ScaledWeight(Reweighted):
     """A layer that ends a residual branch but is not centred: ``s * (W x) + b``.
 
     The scalar multiplies the weight: if it multiplied the output, the output would be saved for backward. Only where a
-    foreign forward computes another weight from its own (a mask), which is not recognised, it multiplies the output.
+    foreign forward computes another weight from its own (a mask, a mirrored kernel), it multiplies the output.
 
     Attributes:
         scales_bias: Whether it is ``s * (W x + b)``.
@@ -228,10 +232,12 @@ class ScaledWeight(Reweighted):
         return output if self.residual_scale is None else output * self.residual_scale.to(output.dtype)
 
 
-def scale_weight_(layer: nn.Module, residual_scale: Parameter, scales_bias: bool = False) -> nn.Module:
+def scale_weight_(
+    layer: nn.Module, residual_scale: Parameter, scales_bias: bool = False, scales_output: bool = False
+) -> nn.Module:
     """Let a layer multiply its weight by a scalar, in place: the same object, the same parameters."""
     derive_(layer, ScaledWeight, residual_scale=residual_scale)
-    layer.scales_bias = scales_bias  # pyrefly: ignore
+    layer.scales_bias, layer.scales_output = scales_bias, scales_output  # pyrefly: ignore
     return layer
 
 
@@ -256,9 +262,16 @@ class FixupLayer(ScaledWeight):
         return super().forward(input, *args, **kwargs)  # pyrefly: ignore
 
 
-def fixup_(layer: nn.Module, input_bias: Parameter | None, residual_scale: Parameter | None = None) -> nn.Module:
+def fixup_(
+    layer: nn.Module,
+    input_bias: Parameter | None,
+    residual_scale: Parameter | None = None,
+    scales_output: bool = False,
+) -> nn.Module:
     """Give a layer Fixup's scalars, in place: the same object, the same parameters."""
-    return derive_(layer, FixupLayer, input_bias=input_bias, residual_scale=residual_scale)
+    derive_(layer, FixupLayer, input_bias=input_bias, residual_scale=residual_scale)
+    layer.scales_output = scales_output  # pyrefly: ignore
+    return layer
 
 
 @dataclass(frozen=True, eq=False)

@@ -50,6 +50,7 @@ class LayerEdit(Edit):
         gain: Initial weights have standard deviation gain / sqrt(fan_in).
         beta_from: The BatchNorm whose beta becomes its bias, or None.
         scales_bias: Whether the residual scalar multiplies its bias, too.
+        scales_output: Whether it multiplies the output: a foreign forward does not just apply the weight.
         weight_factor: What standardised weights are multiplied with.
         learns_gain: Whether it gets a learnable gain per output channel.
         on_raw_input: Whether it reads the model's own input.
@@ -65,6 +66,7 @@ class LayerEdit(Edit):
     gain: float
     beta_from: str | None = None
     scales_bias: bool = False
+    scales_output: bool = False
     weight_factor: float = 1.0
     learns_gain: bool = False
     on_raw_input: bool = False

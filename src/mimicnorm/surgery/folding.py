@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from mimicnorm.methods.base import Method, NormFacts
 from mimicnorm.methods.edits import LayerEdit
@@ -20,7 +20,6 @@ from mimicnorm.surgery.graph import Graph, Node
 from mimicnorm.surgery.ops import Kind
 from mimicnorm.surgery.roles import Roles
 
-_LINEAR = (Kind.VIEW, Kind.PAD, Kind.DROPOUT, Kind.CONCAT)
 _LINEAR_POOLS = ("mean", "avg_pool1d", "avg_pool2d", "avg_pool3d")
 _LINEAR_POOLS += ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
 
@@ -33,7 +32,7 @@ class Folder:
         modules: Its modules, by name.
         norms: The names of the BatchNorms to be taken out.
         roles: The layers of each.
-        edit_of: What is planned for a layer.
+        edit_of: What is planned for a layer with a scalar in its weight; None if it cannot take one.
         probes: What each layer allows.
         method: Knows which layers take a scalar.
     """
@@ -44,7 +43,7 @@ class Folder:
         modules: Mapping[str, nn.Module],
         norms: Collection[str],
         roles: Roles,
-        edit_of: Callable[[str], LayerEdit],
+        edit_of: Callable[[str], LayerEdit | None],
         probes: Mapping[str, probe.LayerProbe],
         method: Method,
     ):
@@ -108,7 +107,7 @@ class Folder:
             on_the_way.add(node)
             if node.kind is Kind.LAYER:
                 producers.append(node)
-            elif node.kind in _LINEAR or node.op in _LINEAR_POOLS:
+            elif _is_linear(node):
                 front += node.inputs
             else:
                 return ()
@@ -118,17 +117,19 @@ class Folder:
         names = dict.fromkeys(n.layer for n in sorted(producers, key=lambda n: n.index))
         if self._unused_sibling(name) is not None or any(not self._takes_scale(n, producers) for n in names):
             return ()
-        return tuple(n for n in names if n is not None)
+        layers = tuple(n for n in names if n is not None)
+        if len(calls) > 1 and len(layers) > 1:
+            return ()  # one scalar for several branches would become several, each planned for the first of them
+        trained = {self.modules[n]._parameters["weight"].requires_grad for n in layers}  # pyrefly: ignore
+        return layers if len(trained) == 1 else ()  # the scalar of a frozen layer is frozen
 
     def _takes_scale(self, name: str | None, producers: list[Node]) -> bool:
         if name is None or name in self.roles.heads or name in self.roles.gates:
             return False
-        edit, calls = self.edit_of(name), self.graph.calls(name)
-        probed = self.probes[name]
-        takes = probed.follows if edit.action == "keep" else probed.scales
-        takes = takes and (edit.action == "standardise" or self.method.branch_factor == 1.0)
-        takes = takes and edit.scale is None and isinstance(self.modules[name]._parameters.get("weight"), Tensor)
-        return takes and set(calls) <= set(producers) and uses_are_calls(self.graph, name)
+        if not set(self.graph.calls(name)) <= set(producers) or (edit := self.edit_of(name)) is None:
+            return False
+        takes = self.probes[name].scales_uncentred if edit.action == "keep" else self.probes[name].scales
+        return takes and edit.scale is None and (edit.action == "standardise" or self.method.branch_factor == 1.0)
 
     def _unused_sibling(self, name: str) -> str | None:
         """A BatchNorm beside this one, of its width, that did not run: another domain's norm of the same layer, say."""
@@ -148,6 +149,19 @@ class Folder:
             return self.probes[layer].takes_bias
         shared = sum(p is bias for m in self.modules.values() for p in m._parameters.values()) > 1
         return bias.requires_grad == beta.requires_grad and not shared  # else one would be frozen or trained by another
+
+
+def _is_linear(node: Node) -> bool:
+    """Tell whether an operation on data gives s times the output for s times the input."""
+    if node.kind is Kind.PAD:
+        given = (*node.settings.get("positional", ())[1:], node.settings.get("value"))
+        return not any(value for value in given if isinstance(value, (int, float)))
+    if node.kind is Kind.CONCAT:  # what is not data has no scalar
+        return sum(n.shape.numel() for n in node.inputs) >= node.shape.numel()
+    if node.kind is Kind.DROPOUT:
+        return "alpha" not in node.op  # it puts in other numbers than zero
+    # An overwrite with one operand writes a constant; behind a detach a scalar would not train.
+    return node.op in _LINEAR_POOLS or (node.kind is Kind.VIEW and node.op not in ("overwrite", "detach"))
 
 
 def uses_are_calls(graph: Graph, layer: str) -> bool:

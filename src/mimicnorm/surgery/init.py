@@ -121,6 +121,7 @@ class _Calibration:
     Attributes:
         pending: The modules that are scaled at their first use, with a name for messages.
         aims: The variance that a module's output is to have, if not 1.
+        makers: The layers that took the scalar of a branch that ends in a shift, by that shift.
         done: What was scaled: a module, its attribute, the factor.
         dead: Modules whose output did not vary over the example.
     """
@@ -134,11 +135,17 @@ class _Calibration:
         self.aims = {self.modules[s.name]: s.scale**2 * s.v for s in steps.layers if s.scale is not None}
         layers = [s.name for s in steps.layers if s.name not in frozen or s.scale is not None]
         self.pending = {self.modules[name]: name for name in (*layers, *steps.gates)}
+        self.makers: dict[nn.Module, set[nn.Module]] = {}
         for n in steps.norms:
             for m in self.modules[n.name].modules():
                 if isinstance(m, Scale):
                     self.pending[m] = "a residual scalar"
-                    self.aims |= {m: n.scale**2 * n.v} if n.scale is not None and n.v is not None else {}
+                elif isinstance(m, Shift) and n.scale_into:
+                    self.pending[m] = n.name
+                    self.makers[m] = {self.modules[name] for name in n.scale_into}
+                else:
+                    continue
+                self.aims |= {m: n.scale**2 * n.v} if n.scale is not None else {}
         self.scaled: set[int] = set()
         self.done: list[tuple[nn.Module, str, float]] = []
         self.dead: list[nn.Module] = []
@@ -183,6 +190,8 @@ class _Calibration:
         def call(*args: Any, **kwargs: Any) -> Any:
             output = forward(*args, **kwargs)
             name = self.pending.pop(module, None)
+            if module in self.makers:
+                return output if name is None else self._scale_makers(module, output)
             factor = self._scale(module, name, output) if name is not None else None
             if factor is None:
                 return output
@@ -192,6 +201,19 @@ class _Calibration:
             return again
 
         return call
+
+    def _scale_makers(self, shift: nn.Module, output: Any) -> Any:
+        """Scale the layers that end a branch for the variance after what is between: pooling makes it smaller."""
+        makers, variance = self.makers[shift], _variance(output) / self.aims[shift]
+        done = [(module, attribute) for module, attribute, _ in self.done if module in makers]
+        biased = any(m.bias is not None and bool(m.bias.any()) for m in makers)  # pyrefly: ignore
+        if len(done) < len(makers) or biased or not 0 < variance < math.inf:
+            return output
+        factor = variance**-0.5
+        for module, attribute in done:
+            getattr(module, attribute).mul_(factor)
+            self.done.append((module, attribute, factor))
+        return output * factor
 
     def _scale(self, module: nn.Module, name: str, output: Any) -> float | None:
         """Scale a module for the variance that its output is to have; return the factor, None if it stays."""

@@ -70,13 +70,13 @@ class _Surgeon:
 
     def bias(self, layer: nn.Module, edit: LayerEdit) -> None:
         bias = None if edit.on_raw_input else self._new(_key(edit.name, "input_bias"), 0.0, _stored_weight(layer))
-        fixup_(layer, bias, self._residual_scale(layer, edit))
+        fixup_(layer, bias, self._residual_scale(layer, edit), edit.scales_output)
         self._take_beta(layer, edit)
 
     def keep(self, layer: nn.Module, edit: LayerEdit) -> None:
         scale = self._residual_scale(layer, edit)
         if scale is not None:
-            scale_weight_(layer, scale, edit.scales_bias)
+            scale_weight_(layer, scale, edit.scales_bias, edit.scales_output)
         self._take_beta(layer, edit)
 
     def _residual_scale(self, layer: nn.Module, edit: LayerEdit) -> Parameter | None:

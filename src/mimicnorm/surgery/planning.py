@@ -125,7 +125,8 @@ class _Planner:
         around = [] if self.method.own_init else branches
         self.damped = residual.ends_around((p.node for p in products), around)
         self.v = residual.variance(self.graph, self.method, self.ends, self._is_unit(drafts), self.damped)
-        layers = {name: self._layer_edit(draft, branches, init) for name, draft in drafts.items()}
+        self.starts = init is not None
+        layers = {name: self._layer_edit(draft, branches) for name, draft in drafts.items()}
         self._note_small(layers)
         self._norm_edits(layers)
         self.plan.layers = list(layers.values())
@@ -198,11 +199,9 @@ class _Planner:
 
     def _drafts(self) -> dict[str, LayerEdit]:
         """Return the facts about each layer, except for variances and scalars."""
-        starts = {"frozen": "keep", "sparse": "scale"}
-        reasons = given(self.model, self.roles.layers)
         drafts = {}
         for name, (call, role) in sorted(self.roles.layers.items(), key=lambda item: item[1][0].index):
-            draft = self._draft(name, call, role, start=starts.get(reasons.get(name, ""), "draw"))
+            draft = self._draft(name, call, role)
             if not self._has_weight(name) and self.method.keeps(draft):
                 draft = dataclasses.replace(draft, start="keep")
             drafts[name] = draft
@@ -213,6 +212,7 @@ class _Planner:
         weight: Tensor = module.weight
         groups, transposed = getattr(module, "groups", 1), bool(getattr(module, "transposed", False))
         fed = feed(call, self.modules)
+        start = {"frozen": "keep", "sparse": "scale"}.get(given(self.model, [name]).get(name, ""), "draw")
         return LayerEdit(
             name=name,
             kind=type(module).__name__,
@@ -224,6 +224,7 @@ class _Planner:
             fed_rms=math.sqrt(fed.second_moment),
             gain=1 / math.sqrt(fed.second_moment),
             on_raw_input=flow.on_raw_input(call),
+            start=start,
             **facts,
         )
 
@@ -231,20 +232,23 @@ class _Planner:
         """Tell whether a layer's weight is a parameter, not computed from others."""
         return isinstance(self.modules[name]._parameters.get("weight"), nn.Parameter)
 
-    def _layer_edit(self, draft: LayerEdit, branches: list[residual.Branch], init: str | None) -> LayerEdit:
+    def _layer_edit(self, draft: LayerEdit, branches: list[residual.Branch]) -> LayerEdit:
         call = self.roles.layers[draft.name][0]
         scalar = self._scalar([call])  # a branch end without a BatchNorm
         edit = self.method.layer(dataclasses.replace(draft, v=self.v[call.inputs[0]], **scalar), branches)
-        if scalar:
-            edit = dataclasses.replace(edit, role="branch end")
         self.probes[draft.name] = probe.layer(self.modules[draft.name], call.inputs[0].shape)
-        ways = changeable.Ways(
-            self.probes[draft.name], self._has_weight(draft.name), uses_are_calls(self.graph, draft.name)
-        )
-        starts = init is not None and edit.start != "keep"
-        if problem := changeable.why_not(self.modules[draft.name], edit.action, bool(scalar), starts, ways):
+        if scalar:
+            whole = edit.action in ("keep", "bias") and not self.probes[draft.name].scales_uncentred
+            edit = dataclasses.replace(edit, role="branch end", scales_output=whole)
+        if problem := self._why_not(edit, bool(scalar)):
             self.plan.refuse(draft.name, *problem)
         return edit
+
+    def _why_not(self, edit: LayerEdit, scaled: bool) -> tuple[str, str] | None:
+        """Say why a layer cannot be changed as planned, and what to do; or return None."""
+        name, starts = edit.name, self.starts and edit.start != "keep"
+        ways = changeable.Ways(self.probes[name], self._has_weight(name), uses_are_calls(self.graph, name))
+        return changeable.why_not(self.modules[name], edit.action, scaled, starts, ways)
 
     def _note_small(self, layers: dict[str, LayerEdit]) -> None:
         small = [e.name for e in layers.values() if e.why == f"fan-in of at most {self.method.min_fan_in}"]
@@ -260,7 +264,7 @@ class _Planner:
 
     def _norm_edits(self, layers: dict[str, LayerEdit]) -> None:
         """Decide about every BatchNorm, and move betas and residual scalars into the layers that take them."""
-        edit_of = functools.partial(self._edit_of, layers=layers)
+        edit_of = functools.partial(self._edit_with_scalar, layers=layers)
         folder = Folder(self.graph, self.modules, self.removed, self.roles, edit_of, self.probes, self.method)
         for name, module in self.norms.items():
             if name in self.left:
@@ -279,7 +283,7 @@ class _Planner:
             for layer in edit.scale_into:
                 scalar = {"scale": edit.scale, "factor": edit.factor, "role": "branch end"}
                 scalar["scales_bias"] = self.method.scales_bias
-                layers[layer] = dataclasses.replace(self._edit_of(layer, layers), **scalar)
+                layers[layer] = dataclasses.replace(layers.get(layer) or self._edit_of_part(layer), **scalar)
             if not calls:
                 self.plan.notes.append(
                     f"{name} never ran on the example: it becomes a {edit.action}, and its layer is not changed for it"
@@ -287,10 +291,13 @@ class _Planner:
             self.plan.norms.append(edit)
         self._note_scales()
 
-    def _edit_of(self, name: str, layers: dict[str, LayerEdit]) -> LayerEdit:
-        """Return the edit of a layer; also of one that no BatchNorm follows directly: it makes a part of a concat."""
-        if name in layers:
-            return layers[name]
+    def _edit_with_scalar(self, name: str, layers: dict[str, LayerEdit]) -> LayerEdit | None:
+        """Return the edit of a layer that is to take a residual scalar into its weight; None if it cannot."""
+        edit = layers.get(name) or self._edit_of_part(name)
+        return edit if self._why_not(edit, scaled=True) is None else None
+
+    def _edit_of_part(self, name: str) -> LayerEdit:
+        """Return the edit of a layer that no BatchNorm follows directly: it makes a part of a concat."""
         call = self.graph.calls(name)[0]
         self.probes[name] = probe.layer(self.modules[name], call.inputs[0].shape)
         return self.method.layer(self._draft(name, call, "branch end", v=self.v[call.inputs[0]]), ())

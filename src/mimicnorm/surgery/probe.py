@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mimicnorm.layers import Remains, Shift, centre, centre_, has_own_forward, plain_kind
+from mimicnorm.layers import Remains, Shift, centre, centre_, has_own_forward, plain_kind, scale_weight_
 
 _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -89,6 +89,7 @@ class LayerProbe:
     Attributes:
         centres: Its weight-mean version equals itself with centred weights.
         scales: ... and a scalar in it multiplies its output.
+        scales_uncentred: Uncentred, a scalar on its weight multiplies its output without the bias.
         takes_bias: A bias given to it is added to its output.
         follows: Twice the weight gives twice the output; not so if the weight is standardised on the way.
     """
@@ -96,22 +97,24 @@ class LayerProbe:
     centres: bool
     scales: bool
     takes_bias: bool
+    scales_uncentred: bool
     follows: bool = True
 
 
 def layer(module: nn.Module, input_shape: torch.Size) -> LayerProbe:
     """Probe a weight layer; PyTorch's own forwards are known to comply, unless a hook writes into the weight."""
+    plain = not has_own_forward(type(module))
     if module._forward_pre_hooks and _is_written(module, input_shape):
-        return LayerProbe(False, False, False)
-    if not has_own_forward(type(module)):
-        return LayerProbe(True, True, True)
+        return LayerProbe(False, False, False, plain)
+    if plain:
+        return LayerProbe(True, True, True, True)
     x = torch.randn((1, *input_shape[1:]), generator=_generator(), device="cpu", dtype=torch.float32)
     try:
         twin = _on_cpu(module).eval()
         with torch.no_grad():
             return _layer(twin, x)
     except Exception:  # a foreign forward that does not run alone is not understood
-        return LayerProbe(False, False, False)
+        return LayerProbe(False, False, False, False)
 
 
 def _is_written(module: nn.Module, input_shape: torch.Size) -> bool:
@@ -128,7 +131,7 @@ def _is_written(module: nn.Module, input_shape: torch.Size) -> bool:
 
 def _layer(twin: Any, x: Tensor) -> LayerProbe:
     if not isinstance(getattr(twin, "weight", None), Parameter):
-        return LayerProbe(False, False, False)
+        return LayerProbe(False, False, False, False)
     twin.weight.normal_(generator=_generator())
     if twin.bias is not None:
         twin.bias.zero_()
@@ -138,9 +141,8 @@ def _layer(twin: Any, x: Tensor) -> LayerProbe:
     expected = centred(x)
     candidate = centre_(copy.deepcopy(twin))
     centres = _same(candidate(x), expected)
-    candidate.register_parameter(
-        "residual_scale", Parameter(torch.full_like(expected[:1].flatten()[:1], 0.5), requires_grad=False)
-    )
+    half = Parameter(torch.full_like(expected[:1].flatten()[:1], 0.5), requires_grad=False)
+    candidate.register_parameter("residual_scale", half)
     scales = centres and _same(candidate(x), 0.5 * expected)
     with_bias = copy.deepcopy(twin)
     dim = 1 if plain_kind(type(twin)) is not nn.Linear else -1
@@ -149,9 +151,11 @@ def _layer(twin: Any, x: Tensor) -> LayerProbe:
     shape = [1] * expected.dim()
     shape[dim] = -1
     takes_bias = _same(with_bias(x), twin(x) + bias.reshape(shape))
+    added = with_bias(x) - twin(x)
+    scales_uncentred = _same(scale_weight_(copy.deepcopy(with_bias), half)(x), 0.5 * twin(x) + added)
     doubled = copy.deepcopy(twin)
     doubled.weight.mul_(2)
-    return LayerProbe(centres, scales, takes_bias, _same(doubled(x), 2 * twin(x)))
+    return LayerProbe(centres, scales, takes_bias, scales_uncentred, _same(doubled(x), 2 * twin(x)))
 
 
 def _on_cpu(module: nn.Module) -> nn.Module:
