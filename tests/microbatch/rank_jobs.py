@@ -72,6 +72,7 @@ CASES: dict[str, tuple] = {
     "shared head": (SharedHead, two_view_loss, {}),
     "no last norm": (Classifier, F.cross_entropy, {"last_norm": False}),
     "last norm in the loss": (Classifier, "folded", {"last_norm": False}),
+    "last norm in a function": (Classifier, "folded in a function", {"last_norm": False}),
     "weighted": (Classifier, "weighted", {}),
     "penalty": (Classifier, "penalty", {}),
     "penalty, one pass": (Classifier, "penalty", {"last_norm": False}),
@@ -100,6 +101,9 @@ def loss_and_denominator(loss: Any, net: nn.Module) -> tuple[Callable, Callable 
         return lambda out, t: F.cross_entropy(out, t) + 0.1 * sum(p.square().sum() for p in net.parameters()), None
     if loss == "a function":
         return lambda out, t: F.cross_entropy(out, t), None
+    if loss == "folded in a function":
+        folded = LastNormCrossEntropy(5).double()
+        return lambda out, t: folded(out, t), None
     if loss == "counting":
         return Counting(), None
     weight = torch.linspace(0.2, 2, 5, dtype=torch.float64)

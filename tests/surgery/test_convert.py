@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mimicnorm.errors import CheckError, InitError, MimicNormError, RefusedError
 from mimicnorm.layers import LastNorm, LastNormed, Shift, WeightMean
-from mimicnorm.methods import BatchNorm, LastBN, MimicNorm, NoNorm, ScaledWS
+from mimicnorm.methods import METHODS, BatchNorm, LastBN, MimicNorm, NoNorm, ScaledWS
 from mimicnorm.surgery.convert import check, convert, convert_, init_
 
 SMALL = MimicNorm(min_fan_in=8)
@@ -335,3 +335,36 @@ def test_a_root_that_is_a_layer_and_holds_its_norm_converts_like_a_child(method)
     assert keys[0] == keys[1]
     assert set(root.state_dict()) == {k.removeprefix("0.") for k in child.state_dict()}
     invariants.no_sample_sees_another(root, x)
+
+
+class ForeignLinear(nn.Module):
+    """A linear layer of another package: a 2-d weight and a call of F.linear, no other attribute of nn.Linear."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(outputs, inputs)), nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+class ForeignResidual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.norm1 = ForeignLinear(64, 64), nn.BatchNorm1d(64)
+        self.b, self.norm2 = ForeignLinear(64, 64), nn.BatchNorm1d(64)
+        self.fc = nn.Linear(64, 4)
+
+    def forward(self, x):
+        x = self.norm1(self.a(x)).relu()
+        return self.fc((x + self.norm2(self.b(x))).relu())
+
+
+@pytest.mark.parametrize("name", [name for name in METHODS if name != "batchnorm"])
+def test_linear_layers_of_other_packages_convert_with_every_method(name):
+    x = torch.randn(6, 64)
+    model = ForeignResidual()
+    report = convert_(model, METHODS[name](), example=x)
+    assert {"a", "b"} <= {layer.name for layer in report.layers}
+    check(model)
+    invariants.every_gradient_is_finite(model, x)

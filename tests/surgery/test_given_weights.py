@@ -65,7 +65,7 @@ def test_a_bank_alone_and_one_with_a_bias_of_its_own():
 def test_auto_calibrates_what_reads_a_bank():
     planned = mn.plan(Bank(), mn.MimicNorm(), example=IMAGE)
     assert planned.init == "calibrate"
-    assert planned.init_why == "no formula for the weights of dct, which stay (frozen)"
+    assert planned.init_why == "no formula for the weights of dct, which stay as they are"
     model = Bank()
     mn.convert_(model, mn.MimicNorm(), example=IMAGE)
     variances = []

@@ -137,6 +137,29 @@ def test_whatever_starts_at_zero_hides_nothing(method: str):
         mn.convert_(Residual(), METHODS[method](), example=(4, 3, 6, 6))
 
 
+class HandsOver(nn.Module):
+    """Takes the mean over the batch in one module and uses it in another, as an argument or as an attribute."""
+
+    def __init__(self, by_attribute: bool):
+        super().__init__()
+        self.by_attribute, self.inner = by_attribute, Uses()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.inner.mean = x.mean(0) if self.by_attribute else None
+        return self.inner(x, None if self.by_attribute else x.mean(0))
+
+
+class Uses(nn.Module):
+    def forward(self, x: Tensor, mean: Tensor | None) -> Tensor:
+        return x - (self.mean if mean is None else mean)
+
+
+@pytest.mark.parametrize("by_attribute", [True, False])
+def test_statistics_that_go_from_module_to_module_are_seen(by_attribute: bool):
+    with pytest.raises(RefusedError, match=r"'4.inner' \(Uses\) works across the batch"):
+        mn.convert_(network(HandsOver(by_attribute)), mn.MimicNorm(), example=(4, 3, 6, 6))
+
+
 def test_mixing_that_is_meant_is_accepted_by_name():
     model = network(Standardised())
     report = mn.convert_(model, mn.MimicNorm(), example=(4, 3, 6, 6), allow_mixing=("4",))
@@ -170,7 +193,7 @@ def test_what_was_accepted_is_not_blamed_on_others():
     halves = INDEPENDENT["in halves"]
     model = nn.Sequential(network(Standardised())[:5], halves, nn.Flatten(), nn.Linear(6 * 16, 5))
     report = mn.convert_(model, mn.MimicNorm(), example=(4, 3, 6, 6), allow_mixing=("0.4",))
-    assert not any("'1' (Apply)" in note for note in report.notes)
+    assert any("'1' (Apply) may work across the batch" in note for note in report.notes)
 
 
 def test_the_plan_refuses_already():

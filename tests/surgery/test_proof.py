@@ -357,8 +357,8 @@ PASSES = {
     "ReLU": (lambda: nets.resnet(), 2),  # recorded, rehearsed
     "calibrated": (lambda: nn.Sequential(*body()), 3),
     "a norm that is idle in training": (lambda: IdleInTraining(*body(nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8))), 4),
-    "samples seem to meet in a module": (lambda: nn.Sequential(*body(Halves())), 4),
-    "values steer": (lambda: OnValues(*body()), 5),  # without a suspect by name, the network itself is tried twice
+    "samples seem to meet": (lambda: nn.Sequential(*body(Halves())), 5),  # with two batches
+    "values steer": (lambda: OnValues(*body()), 5),  # with two batches, as nothing else tells whether samples meet
     "asks for mode and class": (lambda: AsksInEvaluation(*body()), 5),  # recorded and rehearsed in both modes
 }
 

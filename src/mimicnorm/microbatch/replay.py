@@ -24,7 +24,7 @@ class RandomState:
 
     @classmethod
     def now(cls, devices: tuple[torch.device, ...]) -> RandomState:
-        """Note the present state."""
+        """Record the present state."""
         of_devices = tuple((d, _module(d).get_rng_state(*_which(d))) for d in devices)
         return cls(torch.get_rng_state(), of_devices, random.getstate(), np.random.get_state())
 
@@ -38,13 +38,13 @@ class RandomState:
 
 
 def accelerators(model: nn.Module) -> tuple[torch.device, ...]:
-    """The devices other than the CPU that a model lives on."""
-    found = {t.device for t in (*model.parameters(), *model.buffers())}
-    return tuple(sorted((d for d in found if d.type not in ("cpu", "meta")), key=str))
+    """Return the devices other than the CPU that a model is on."""
+    devices = {t.device for t in (*model.parameters(), *model.buffers())}
+    return tuple(sorted((d for d in devices if d.type not in ("cpu", "meta")), key=str))
 
 
 def input_device(model: nn.Module) -> torch.device | None:
-    """Where a micro-batch goes: the device of the first parameter."""
+    """Return where a micro-batch goes: the device of the first parameter."""
     return next((p.device for p in model.parameters()), None)
 
 

@@ -152,6 +152,9 @@ class _State:
         return ()
 
     def _note_container(self, thing: Any) -> Iterable[Any]:
+        if not thing:  # most are: a module has a dozen registries
+            self.undo.append(thing.clear)
+            return ()
         saved, before = dict(thing) if isinstance(thing, dict) else list(thing), _contents(thing)
         if type(thing) in _EXCHANGEABLE:
             items = saved.items() if isinstance(saved, dict) else enumerate(saved)

@@ -8,7 +8,7 @@ samples decide, module by module.
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
@@ -139,9 +139,7 @@ def changes(
     ignored: Iterable[str] = (),
     starts: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
-    """How much the output of some samples changes with the others, by module.
-
-    One real pass, in which each module runs two or three times at its first use; "" is the network itself.
+    """How much the output of some samples changes with the others, by module: two real passes, or three.
 
     Args:
         model: A network; left as it was.
@@ -152,8 +150,8 @@ def changes(
             signal of a network that has other weights may be lost among its biases.
 
     Returns:
-        Relative to the output's size, and 0 within rounding. NaN where it cannot be judged: no real tensors, values
-        that are not finite, no input or no output with a batch dimension, randomness without a seed.
+        Relative to the output's size, and 0 within rounding. NaN where it cannot be told: no real tensors, values that
+        are not finite, no output with a batch dimension, inputs that differ already, randomness without a seed.
 
     Example:
         >>> changes(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (2, 4), ["1"])
@@ -165,31 +163,28 @@ def changes(
     if batch is None or any(t.is_meta for t in (*tensors_in(arguments), *model.parameters(), *model.buffers())):
         return dict.fromkeys(names, math.nan)
 
+    def one_pass(args: tuple, kwargs: dict, shared: Tensor) -> _Calls:
+        for name in ignored:
+            model.get_submodule(name).eval()
+        _draw_weights(model, starts or {})
+        calls: _Calls = {name: [] for name in names}
+        noted = functools.partial(_noted, calls, {model.get_submodule(name): name for name in names}, shared)
+        with instead_of_forward(map(model.get_submodule, names), noted):
+            model(*args, **kwargs)
+        return calls
+
     def trial(samples: int) -> dict[str, float]:
-        shared, relative = _shared(samples), dict.fromkeys(names, math.nan)
-        waiting = {model.get_submodule(name): name for name in names if name}
+        shared = _shared(samples)
 
-        def tried_at_first_use(module: nn.Module, forward: Callable) -> Callable:
-            def call(*args: Any, **kwargs: Any) -> Any:
-                if (name := waiting.pop(module, None)) is not None:
-                    with contextlib.suppress(Exception):  # it takes no other values
-                        relative[name] = _change(module, forward, (args, kwargs), shared)
-                return forward(*args, **kwargs)
+        def calls(replace: bool) -> _Calls:
+            inputs = pytree.tree_map_only(Tensor, lambda t: _rows(t, batch or 1, shared, replace), arguments)
+            return run(model, one_pass, (*inputs, shared), training=True, seed=0, modes=(torch.no_grad(),))
 
-            return call
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            for name in ignored:
-                model.get_submodule(name).eval()
-            _draw_weights(model, starts or {})
-            with instead_of_forward(list(waiting), tried_at_first_use):
-                return model(*args, **kwargs)
-
-        inputs = pytree.tree_map_only(Tensor, lambda t: _rows(t, batch or 1, samples), arguments)
-        if "" in relative:
-            relative[""] = _change(model, forward, inputs, shared, training=True)
-        else:
-            _outputs(model, forward, inputs, training=True)
+        first, second = calls(replace=False), calls(replace=True)
+        relative = {name: _worst(first[name], second[name]) for name in names}
+        if changed := [name for name in names if relative[name] > 0]:
+            again = calls(replace=False)  # perhaps it does not do the same twice
+            relative |= {name: math.nan for name in changed if _worst(first[name], again[name]) != 0}
         return relative
 
     try:
@@ -200,31 +195,25 @@ def changes(
         return trial(batch)  # a batch size that is written into the model
 
 
-def _change(
-    module: nn.Module, forward: Callable, arguments: tuple, shared: Tensor, training: bool | None = None
-) -> float:
-    """How much the output for the shared samples changes when all others do."""
-    others = pytree.tree_map_only(Tensor, lambda t: _replaced(t, shared), arguments)
-    first, second = (_of_shared(_outputs(module, forward, given, training), shared) for given in (arguments, others))
-    same_input = all(a is b for a, b in zip(tensors_in(arguments), tensors_in(others), strict=True))
-    if same_input or not first:
-        return math.nan
-    change = _apart(first, second)
-    if change and _apart(first, _of_shared(_outputs(module, forward, arguments, training), shared)):
-        return math.nan  # it does not do the same twice
-    return change
+_Calls = dict[str, list[tuple[list[Tensor], list[Tensor]]]]  # by module, the shared samples in and out of every call
 
 
-def _outputs(module: nn.Module, forward: Callable, arguments: tuple, training: bool | None) -> Any:
-    def call(args: tuple, kwargs: dict) -> Any:
-        return forward(*args, **kwargs)
+def _noted(
+    calls: _Calls, names: dict[nn.Module, str], shared: Tensor, module: nn.Module, forward: Callable
+) -> Callable:
+    """A forward that notes the shared samples in its arguments and in its output."""
 
-    return run(module, call, arguments, training=training, seed=0, modes=(torch.no_grad(),))
+    def of_shared(values: Any) -> list[Tensor]:
+        batched = [t for t in tensors_in(values) if t.is_floating_point() and len(shared) in t.shape]
+        return [t.detach().cpu().movedim(t.shape.index(len(shared)), 0)[shared] for t in batched]
 
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = of_shared((args, kwargs))
+        output = forward(*args, **kwargs)
+        calls[names[module]].append((given, of_shared(output)))
+        return output
 
-def _of_shared(values: Any, shared: Tensor) -> list[Tensor]:
-    batched = [t for t in tensors_in(values) if t.is_floating_point() and len(shared) in t.shape]
-    return [t.detach().cpu().movedim(t.shape.index(len(shared)), 0)[shared] for t in batched]
+    return call
 
 
 def _draw_weights(model: nn.Module, starts: Mapping[str, float]) -> None:
@@ -239,22 +228,16 @@ def _draw_weights(model: nn.Module, starts: Mapping[str, float]) -> None:
             p.copy_((starts.get(name) or 0.1) * drawn)
 
 
-def _rows(t: Tensor, batch: int, samples: int) -> Tensor:
-    """As many samples of an input as are needed."""
-    return t[torch.arange(samples, device=t.device) % batch] if t.dim() and t.shape[0] == batch else t
-
-
-def _replaced(t: Tensor, shared: Tensor) -> Tensor:
-    """All samples but the shared ones replaced by other values; integers by values that occur."""
-    if len(shared) not in t.shape:
+def _rows(t: Tensor, batch: int, shared: Tensor, replace: bool) -> Tensor:
+    """As many samples as are needed of an input, all but the shared ones replaced if so wanted."""
+    if not t.dim() or t.shape[0] != batch:
         return t
-    t = t.clone()
-    rows = t.movedim(t.shape.index(len(shared)), 0)
-    if t.is_floating_point():
-        rows[~shared] = 0.5 - 3 * rows[~shared]
-    else:
+    t = t[torch.arange(len(shared), device=t.device) % batch]
+    if replace and t.is_floating_point():
+        t[~shared] = 0.5 - 3 * t[~shared]
+    elif replace:
         order = torch.randperm(t.numel(), generator=torch.Generator("cpu").manual_seed(0), device="cpu")
-        rows[~shared] = rows.flatten()[order.to(t.device)].view_as(rows)[~shared]
+        t[~shared] = t.flatten()[order.to(t.device)].view_as(t)[~shared]
     return t
 
 
@@ -264,6 +247,14 @@ def _shared(samples: int) -> Tensor:
     shared = (numbers % 3 == (samples % 3 > 0)) & (numbers > 0) & (numbers < samples - 1)
     shared[samples // 2] |= ~shared.any()
     return shared
+
+
+def _worst(a: list, b: list) -> float:
+    """The largest change of an output over the calls whose inputs agree; NaN if there is none to judge by."""
+    pairs = zip(a, b, strict=False)
+    judged = [_apart(one[1], other[1]) for one, other in pairs if one[1] and not _apart(one[0], other[0])]
+    finite = [change for change in judged if not math.isnan(change)]
+    return max(finite) if finite and (max(finite) > 0 or len(finite) == len(judged)) else math.nan
 
 
 def _apart(a: list[Tensor], b: list[Tensor]) -> float:

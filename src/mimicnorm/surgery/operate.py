@@ -62,7 +62,7 @@ class _Surgeon:
         self._take_beta(layer, edit)
 
     def standardise(self, layer: Any, edit: LayerEdit) -> None:
-        outputs = layer.out_features if isinstance(layer, nn.Linear) else layer.out_channels
+        outputs = layer.out_channels if getattr(layer, "transposed", False) else layer.weight.shape[0]
         gain = self._new(_key(edit.name, "gain"), 1.0, _stored_weight(layer), outputs) if edit.learns_gain else None
         scale = self._residual_scale(layer, edit)
         standardise_(layer, Standardisation(edit.weight_factor, edit.factor), gain, scale)
