@@ -71,6 +71,7 @@ def test_a_factory_of_the_users_own(capsys, tmp_path, monkeypatch):
         (["convert", "resnet10", "--init", "None"], "use one of auto, theory, calibrate, none"),
         (["memory", "resnet10", "--image", "64", "--shape", "2", "3", "32", "32"], "of different sizes: give one"),
         *((words, "the shape is empty") for words in (["convert", "mlp10", "--shape"], ["memory", "mlp10", "--shape"])),
+        (["convert", "resnet10", "--image", "32", "--batch", "1"], "use --batch 2 or more"),
     ],
 )
 def test_mistakes_are_one_message_and_exit_code_2(words, says, capsys):

@@ -20,14 +20,14 @@ class Convert(Network):
     allow_mixing: tuple[str, ...] = ()
     """Qualified names of modules that are meant to work across the batch."""
     init: str = "auto"
-    """Starting weights to plan for: auto, theory, calibrate or none (a trained model needs one of the last three)."""
+    """Initial weights to plan for: auto, theory, calibrate or none (a trained model needs one of the last three)."""
     json: bool = False
     """Print plain JSON instead of the table."""
 
     def run(self) -> None:
         """Plan, measure before and after, print."""
         from mimicnorm import memory
-        from mimicnorm.errors import InitError
+        from mimicnorm.errors import ExampleError, InitError
         from mimicnorm.methods import method
         from mimicnorm.surgery.convert import convert
         from mimicnorm.surgery.planning import plan
@@ -37,6 +37,8 @@ class Convert(Network):
             raise InitError(f"--init {self.init!r} is not known: use one of {', '.join(INITS)}")
         chosen = method(self.method)
         model, shape = self.build()
+        if shape[0] == 1 and chosen.last_norm:
+            raise ExampleError("a last BN has no variance to divide by in a batch of one: use --batch 2 or more")
         how: dict = {"example": shape, "head": self.head, "allow_mixing": self.allow_mixing}
         planned = plan(model, chosen, init=None if self.init == "none" else self.init, **how)
         planned.require()
