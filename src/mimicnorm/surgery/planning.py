@@ -107,12 +107,13 @@ class _Planner:
         left: set[str],
         head_names: set[str],
     ):
-        self.model, self.plan, self.method, self.graph = model, plan, plan.method, graph
+        self.plan, self.method, self.graph = plan, plan.method, graph
         self.norms, self.left = norms, left
         self.modules = dict(model.named_modules())
         self.removed = [name for name in norms if name not in left]
         self._refuse_functional_norms()
         self.roles = roles.assign(graph, self.removed, head_names, plan)
+        self.given = given(model, {n.layer for n in graph.nodes if n.layer is not None})
         self.probes: dict[str, probe.LayerProbe] = {}
 
     def decide(self, init: str | None) -> None:
@@ -131,7 +132,8 @@ class _Planner:
         self._norm_edits(layers)
         self.plan.layers = list(layers.values())
         self.plan.gates = [n for n in self.modules if n in self.roles.gates and n not in layers and self._has_weight(n)]
-        starting.choose(self.plan, self.modules, self.graph, self.left, self.probes, self.v, init)
+        obstacles = starting.obstacles(self.plan, self.modules, self.graph, self.left, self.probes, self.v)
+        starting.choose(self.plan, self.modules, obstacles, init)
         if products and not self.method.unit_norms:
             self.plan.notes.append(attention.note(products, bool(self.damped)))
 
@@ -212,7 +214,6 @@ class _Planner:
         weight: Tensor = module.weight
         groups, transposed = getattr(module, "groups", 1), bool(getattr(module, "transposed", False))
         fed = feed(call, self.modules)
-        start = {"frozen": "keep", "sparse": "scale"}.get(given(self.model, [name]).get(name, ""), "draw")
         return LayerEdit(
             name=name,
             kind=type(module).__name__,
@@ -224,7 +225,7 @@ class _Planner:
             fed_rms=math.sqrt(fed.second_moment),
             gain=1 / math.sqrt(fed.second_moment),
             on_raw_input=flow.on_raw_input(call),
-            start=start,
+            start={"frozen": "keep", "sparse": "scale"}.get(self.given.get(name, ""), "draw"),
             **facts,
         )
 
@@ -251,8 +252,12 @@ class _Planner:
         return changeable.why_not(self.modules[name], edit.action, scaled, starts, ways)
 
     def _note_small(self, layers: dict[str, LayerEdit]) -> None:
-        small = [e.name for e in layers.values() if e.why == f"fan-in of at most {self.method.min_fan_in}"]
-        if small and self.method.weights == "centre":
+        """Say which layers would be centred if their fan-in were larger."""
+        if self.method.weights != "centre":
+            return
+        drawn = [e for e in layers.values() if e.start == "draw" and e.role != "gate" and not e.depthwise]
+        small = [e.name for e in drawn if e.fan_in <= self.method.min_fan_in]
+        if small:
             images = any(len(n.shape) == 4 for n in self.graph.nodes if n.kind is Kind.INPUT)
             hint = ". Small images train better with the first layer centred, too: see docs/compare.md"
             self.plan.notes.append(

@@ -15,24 +15,13 @@ from mimicnorm.surgery.preconditions import looks_trained
 from mimicnorm.surgery.probe import LayerProbe
 
 
-def choose(
-    plan: Plan,
-    modules: Mapping[str, nn.Module],
-    graph: Graph,
-    left: set[str],
-    probes: Mapping[str, LayerProbe],
-    v: Mapping[Node, float],
-    init: str | None,
-) -> None:
+def choose(plan: Plan, modules: Mapping[str, nn.Module], obstacles: Iterator[str], init: str | None) -> None:
     """Set ``plan.init`` and ``plan.init_why``; refuse what would overwrite trained weights.
 
     Args:
         plan: Edits of all layers and norms.
         modules: The network's, by name.
-        graph: The network.
-        left: BatchNorms that stay.
-        probes: What each layer allows.
-        v: The predicted variance of each tensor.
+        obstacles: What the theory does not cover; read only if the user leaves the choice.
         init: What the user asked for.
     """
     method = plan.method
@@ -52,7 +41,7 @@ def choose(
     elif method.own_init:
         plan.init, plan.init_why = "theory", "the method prescribes them"
     else:
-        why = next(_obstacles(plan, modules, graph, left, probes, v), None)
+        why = next(obstacles, None)
         plan.init = "calibrate" if why else "theory"
         plan.init_why = why or "every operation on the way has a formula"
     plan.notes += notes_on_given(modules, plan.layers, plan.init is not None)
@@ -61,7 +50,7 @@ def choose(
         plan.notes.append(f"{layers} of gates will be scaled down where needed, so that gates start near constant")
 
 
-def _obstacles(
+def obstacles(
     plan: Plan,
     modules: Mapping[str, nn.Module],
     graph: Graph,
@@ -69,7 +58,16 @@ def _obstacles(
     probes: Mapping[str, LayerProbe],
     v: Mapping[Node, float],
 ) -> Iterator[str]:
-    """Yield what the theory does not cover, in words."""
+    """Yield what the theory does not cover, in words.
+
+    Args:
+        plan: Edits of all layers.
+        modules: The network's, by name.
+        graph: The network.
+        left: BatchNorms that stay.
+        probes: What each layer allows.
+        v: The predicted variance of each tensor.
+    """
     for edit in plan.layers:
         if edit.start != "draw":
             yield f"no formula for the weights of {edit.name}, which stay as they are"
