@@ -20,6 +20,7 @@ _WHERE = {
     "convert_": "surgery.convert",
     "check": "surgery.convert",
     "init_": "surgery.convert",
+    "project_": "layers",
     "Report": "surgery.plan",
     "plan": "surgery.planning",
     "Plan": "surgery.plan",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
         training,
     )
     from mimicnorm.errors import MimicNormError
+    from mimicnorm.layers import project_
     from mimicnorm.methods import (
         BatchNorm,
         Fixup,

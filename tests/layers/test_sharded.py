@@ -20,10 +20,10 @@ from mimicnorm.methods import WeightMean
 from mimicnorm.surgery.convert import convert_
 
 
-def network() -> nn.Module:
+def network(centre: str) -> nn.Module:
     torch.manual_seed(0)
     model = nets.resnet().double()
-    convert_(model, WeightMean(min_fan_in=8), example=(2, 3, 8, 8))
+    convert_(model, WeightMean(min_fan_in=8, centre=centre), example=(2, 3, 8, 8))
     return model
 
 
@@ -32,11 +32,11 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(4, 3, 8, 8, generator=generator, dtype=torch.float64), torch.tensor([0, 1, 2, 3])
 
 
-def worker(rank: int, port: int, kind: str, path: str) -> None:
+def worker(rank: int, port: int, kind: str, centre: str, path: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    model = network()
+    model = network(centre)
     x, y = batch()
     x, y = x[rank * 2 : rank * 2 + 2], y[rank * 2 : rank * 2 + 2]
     if kind == "ddp":
@@ -59,14 +59,15 @@ def worker(rank: int, port: int, kind: str, path: str) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.parametrize("centre", ["forward", "backward"])
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
-def test_gradients_equal_those_of_one_process(kind, tmp_path):
+def test_gradients_equal_those_of_one_process(kind, centre, tmp_path):
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    mp.spawn(worker, (port, kind, str(tmp_path / "grads.pt")), nprocs=2)
+    mp.spawn(worker, (port, kind, centre, str(tmp_path / "grads.pt")), nprocs=2)
     got = torch.load(tmp_path / "grads.pt", weights_only=True)
-    model = network()
+    model = network(centre)
     x, y = batch()
     nn.functional.cross_entropy(model(x), y).backward()
     for name, p in model.named_parameters():

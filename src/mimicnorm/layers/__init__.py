@@ -10,6 +10,14 @@ from mimicnorm.layers.reweight import (
     ScaledWeight,
     Standardisation,
     Standardised,
+    fixup_,
+    scale_weight_,
+    standardise_,
+    standardised_class,
+)
+from mimicnorm.layers.weight import autocast_dtype, centre
+from mimicnorm.layers.weight_mean import (
+    OFF_CENTRE,
     WeightMean,
     WeightMeanConv1d,
     WeightMeanConv2d,
@@ -19,10 +27,6 @@ from mimicnorm.layers.reweight import (
     WeightMeanConvTranspose3d,
     WeightMeanLinear,
     centre_,
-    fixup_,
-    scale_weight_,
-    standardise_,
-    standardised_class,
+    project_,
     weight_mean_class,
 )
-from mimicnorm.layers.weight import autocast_dtype, centre

@@ -1,6 +1,6 @@
-"""Layers that apply another weight than the one they hold: centred, standardised, scaled.
+"""Layers that apply another weight than the one they hold: scaled, standardised; centred ones are in ``weight_mean``.
 
-``weight_mean_class(nn.Conv2d)`` is a subclass of ``nn.Conv2d`` with the same parameters under the same names. Whatever
+``standardised_class(nn.Conv2d)`` is a subclass of ``nn.Conv2d`` with the same parameters under the same names. Whatever
 the class of a convolution or linear layer, its forward is brought to one method, ``reweighted(call)``. The weight is
 made in every forward and never cached: optimizers and sharding change weights without a trace.
 """
@@ -29,7 +29,7 @@ from mimicnorm.layers.linear import (
     linear_call,
     plain_kind,
 )
-from mimicnorm.layers.weight import apply_map, effective_weight, inverse_deviation
+from mimicnorm.layers.weight import Centring, apply_map, effective_weight, inverse_deviation
 
 # -- the way of any forward to a made weight ---------------------------------------------------------------------
 
@@ -40,7 +40,7 @@ class Reweighted(Derived):
     Attributes:
         weight: The parameter, as the optimizer sees it.
         residual_scale: The scalar that ends a residual branch, shape (1,), or None.
-        centres_weight: Whether the weight is centred per output channel.
+        centring: What is centred per output channel: "forward" the weight, "backward" its gradient, None neither.
         added_parameters: The names of those that the layer has beside its base's.
         scales_output: Whether the scalar multiplies the output of a foreign forward, not its weight.
         weight_label: What the layer's repr says.
@@ -49,7 +49,7 @@ class Reweighted(Derived):
     weight: Tensor
     bias: Tensor | None
     residual_scale: Tensor | None
-    centres_weight = False
+    centring: Centring = None
     added_parameters: tuple[str, ...] = ("residual_scale",)
     scales_output = False
     weight_label: str
@@ -69,6 +69,10 @@ class Reweighted(Derived):
             return cls, _Routed, base
         return cls, _Conv if kind in CONVOLUTIONS else _ConvTranspose if kind in TRANSPOSED else _Linear, base
 
+    def applies_own_weight(self) -> bool:
+        """Whether the layer's own forward is right as it is, this time."""
+        return False
+
     def reweighted(self, call: LinearCall) -> Tensor:
         """Carry out a call with the changed weight; like ``nn.Conv*``, with or without a batch dimension."""
         x = F.pad(call.input, call.uneven) if call.uneven else call.input
@@ -78,7 +82,7 @@ class Reweighted(Derived):
         if bias is not None and bias_scale is not None:
             bias = bias * bias_scale
         scale = self.weight_scale(call.weight, call.op.weight_groups)
-        y = apply_map(x, call.weight, bias, call.op, scale, centred=self.centres_weight)
+        y = apply_map(x, call.weight, bias, call.op, scale, self.centring)
         return y.squeeze(0) if unbatched else y
 
     def weight_scale(self, weight: Tensor, groups: int | None) -> Tensor | None:
@@ -96,10 +100,14 @@ class Reweighted(Derived):
 
     def effective_weight(self) -> Tensor:
         """What the layer multiplies its input with."""
-        groups: Any = self.groups if getattr(self, "transposed", False) else None  # pyrefly: ignore
-        weight = self.weight
-        made = effective_weight(weight, self.weight_scale(weight, groups), groups, self.centres_weight)
+        weight, groups = self.weight, self.weight_groups
+        made = effective_weight(weight, self.weight_scale(weight, groups), groups, self.centring)
         return made.to(weight.dtype)
+
+    @property
+    def weight_groups(self) -> Any:
+        """See ``weight.by_output``."""
+        return self.groups if getattr(self, "transposed", False) else None  # pyrefly: ignore
 
     def extra_repr(self) -> str:
         """Say what becomes of the weight, and which parameters that adds."""
@@ -116,6 +124,8 @@ class _Conv(Reweighted):
     _reversed_padding_repeated_twice: list[int]
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.applies_own_weight():
+            return super()._conv_forward(input, weight, bias)  # pyrefly: ignore
         padding = self.padding
         if self.padding_mode != "zeros":
             input, padding = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
@@ -127,6 +137,8 @@ class _ConvTranspose(_Conv):
     _output_padding: Any
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        if self.applies_own_weight():
+            return super().forward(input, output_size)  # pyrefly: ignore
         if self.padding_mode != "zeros":
             raise ValueError(f"{type(self).__name__}: only zero padding is supported by transposed convolutions")
         shape = (self.stride, self.padding, self.kernel_size, len(self.stride), self.dilation)
@@ -137,6 +149,8 @@ class _ConvTranspose(_Conv):
 
 class _Linear(Reweighted):
     def forward(self, input: Tensor) -> Tensor:
+        if self.applies_own_weight():
+            return super().forward(input)  # pyrefly: ignore
         return self.reweighted(linear_call(input, self.weight, self.bias))
 
 
@@ -144,6 +158,8 @@ class _Routed(Reweighted):
     """For a class with a ``forward`` of its own: the call that takes ``self.weight`` is routed."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self.applies_own_weight():
+            return super().forward(*args, **kwargs)  # pyrefly: ignore
         if self.scales_output:
             return self.without_call(super().forward(*args, **kwargs))  # pyrefly: ignore
         if parametrize.is_parametrized(self, "weight"):  # pyrefly: ignore
@@ -176,38 +192,6 @@ class _Router(TorchFunctionMode):
 
 
 # -- the layers --------------------------------------------------------------------------------------------------
-
-
-class WeightMean(Reweighted):
-    """A layer whose weights are centred per output channel before use (Section "Weight Mean Operation")."""
-
-    centres_weight = True
-    weight_label = "weight_mean"
-
-
-def weight_mean_class(base: type[nn.Module]) -> type[nn.Module]:
-    """The weight-mean subclass of a convolution or linear class.
-
-    Example:
-        >>> layer = weight_mean_class(nn.Linear)(3, 2)
-        >>> isinstance(layer, nn.Linear), list(layer.state_dict())
-        (True, ['weight', 'bias'])
-    """
-    return derived_class(WeightMean, base)
-
-
-def centre_(layer: nn.Module, residual_scale: Parameter | None = None) -> nn.Module:
-    """Turn a layer into its weight-mean version, in place: the same object, the same parameters."""
-    return derive_(layer, WeightMean, residual_scale=residual_scale)
-
-
-WeightMeanConv1d = weight_mean_class(nn.Conv1d)
-WeightMeanConv2d = weight_mean_class(nn.Conv2d)
-WeightMeanConv3d = weight_mean_class(nn.Conv3d)
-WeightMeanConvTranspose1d = weight_mean_class(nn.ConvTranspose1d)
-WeightMeanConvTranspose2d = weight_mean_class(nn.ConvTranspose2d)
-WeightMeanConvTranspose3d = weight_mean_class(nn.ConvTranspose3d)
-WeightMeanLinear = weight_mean_class(nn.Linear)
 
 
 class ScaledWeight(Reweighted):
@@ -301,7 +285,7 @@ class Standardised(Reweighted):
 
     gain: Tensor | None
     standardisation = Standardisation()
-    centres_weight = True
+    centring = "forward"
     added_parameters = ("gain", "residual_scale")
     weight_label = "standardised"
 

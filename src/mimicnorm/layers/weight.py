@@ -1,7 +1,8 @@
 """Apply a linear map with a weight that is made of parameters, at the memory of a plain layer.
 
 Any weight of the form ``scale * W`` or ``scale * (W - mean W)``, per output channel: centring, standardisation (scale =
-1 / std W), the scalar of a residual branch, a gain. The made weight is not saved. In eager mode one autograd function
+1 / std W), the scalar of a residual branch, a gain. A weight that is centred already may be applied as it is, with only
+its gradient centred (``centring="backward"``). The made weight is not saved. In eager mode one autograd function
 saves the layer's input, its parameters and a sum per output channel, and makes the weight again in the backward pass.
 While compiling, a checkpoint tells the partitioner the same. While exporting, inside functorch transforms and with
 dual numbers the plain expression runs.
@@ -11,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from mimicnorm.layers.linear import Op
+
+Centring = Literal["forward", "backward"] | None
+"""What is centred per output channel: the weight and so its gradient, its gradient alone, or nothing."""
 
 # -- the weight that is applied ----------------------------------------------------------------------------------
 
@@ -51,17 +55,27 @@ def centre(weight: Tensor, *, groups: int = 1, transposed: bool = False) -> Tens
         >>> centre(torch.tensor([[1.0, 2.0, 3.0, 6.0]]))
         tensor([[-2., -1.,  0.,  3.]])
     """
-    return effective_weight(weight, None, groups if transposed else None, centred=True).to(weight.dtype)
+    return centre_rows(weight, groups if transposed else None)
 
 
-def effective_weight(weight: Tensor, scale: Tensor | None, groups: int | None, centred: bool) -> Tensor:
+def effective_weight(weight: Tensor, scale: Tensor | None, groups: int | None, centring: Centring) -> Tensor:
     """Make ``scale * W`` or ``scale * (W - mean W)``; ``groups`` as in ``by_output``, the rest as in ``apply_map``."""
-    return _made(weight, scale, groups, _sums(weight, groups) if centred else None)
+    if centring == "backward":
+        rows, dims = by_output(widened(weight), groups)
+        mean = rows.mean(dims, keepdim=True)
+        rows = rows - (mean - mean.detach())  # the same values; the gradient of the mean centres W's
+        weight = rows if groups is None else rows.flatten(0, 1)
+    return _made(weight, scale, groups, _sums(weight, groups) if centring == "forward" else None)
+
+
+def centre_rows(weight: Tensor, groups: int | None) -> Tensor:
+    """Subtract each output channel's mean from a weight or its gradient; ``groups`` as in ``by_output``."""
+    return _made(weight, None, groups, _sums(weight, groups)).to(weight.dtype)
 
 
 def inverse_deviation(weight: Tensor, eps: float, groups: int | None) -> Tensor:
     """Compute 1 / sqrt(var W + eps) for each output channel, and save no centred weight for backward."""
-    if _wants_plain_expression() or torch.compiler.is_compiling():
+    if wants_plain_expression() or torch.compiler.is_compiling():
         return _recomputed(functools.partial(_inverse_deviation, eps=eps, groups=groups), weight)
     return _InverseDeviation.apply(weight, eps, groups)
 
@@ -102,7 +116,7 @@ def _along(scale: Tensor, rows: Tensor, dims: tuple[int, ...]) -> Tensor:
 
 
 def _inverse_deviation(weight: Tensor, eps: float, groups: int | None) -> Tensor:
-    rows, dims = by_output(effective_weight(weight, None, groups, centred=True), groups)
+    rows, dims = by_output(effective_weight(weight, None, groups, "forward"), groups)
     norm = torch.linalg.vector_norm(rows, dim=dims)  # five times as fast as var_mean on a CPU
     return torch.rsqrt(norm.square() * (norm.numel() / rows.numel()) + eps).flatten()
 
@@ -121,14 +135,14 @@ class _InverseDeviation(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         weight, inverse = ctx.saved_tensors
         factor = inverse**3 * grad * (-inverse.numel() / weight.numel())
-        return effective_weight(weight, factor, ctx.groups, centred=True).to(weight.dtype), None, None
+        return effective_weight(weight, factor, ctx.groups, "forward").to(weight.dtype), None, None
 
 
 # -- the linear map with that weight -----------------------------------------------------------------------------
 
 
 def apply_map(
-    x: Tensor, weight: Tensor, bias: Tensor | None, op: Op, scale: Tensor | None = None, *, centred: bool = False
+    x: Tensor, weight: Tensor, bias: Tensor | None, op: Op, scale: Tensor | None = None, centring: Centring = None
 ) -> Tensor:
     """Apply ``op`` with ``scale * W`` or ``scale * (W - mean W)``; saves no more for backward than a plain layer.
 
@@ -138,13 +152,14 @@ def apply_map(
         bias: Added after, untouched by ``scale``.
         op: The linear map.
         scale: One number, or one per output channel; None for 1. It may depend on parameters.
-        centred: Whether each output channel's mean is subtracted from its weights.
+        centring: Whether each output channel's mean is subtracted from its weights ("forward"), only from their
+            gradient ("backward"), or not at all (None).
     """
     x = _cast_input(x, weight)
-    if _wants_plain_expression() or torch.compiler.is_compiling():
-        make = functools.partial(effective_weight, groups=op.weight_groups, centred=centred)
+    if wants_plain_expression() or torch.compiler.is_compiling():
+        make = functools.partial(effective_weight, groups=op.weight_groups, centring=centring)
         return _call(x, _recomputed(make, weight, scale), bias, op)
-    return _ApplyMap.apply(x, weight, bias, scale, op, centred)
+    return _ApplyMap.apply(x, weight, bias, scale, op, centring)
 
 
 def _recomputed(make: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
@@ -152,7 +167,7 @@ def _recomputed(make: Callable[..., Tensor], *tensors: Tensor | None) -> Tensor:
 
     Without the checkpoint the partitioner saves the result for backward.
     """
-    if torch.is_grad_enabled() and torch.compiler.is_compiling() and not _wants_plain_expression():
+    if torch.is_grad_enabled() and torch.compiler.is_compiling() and not wants_plain_expression():
         return checkpoint(make, *tensors, use_reentrant=False, preserve_rng_state=False)
     return make(*tensors)
 
@@ -162,12 +177,12 @@ class _ApplyMap(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, op: Op, centred: bool
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, op: Op, centring: Centring
     ) -> Tensor:
-        sums = _sums(weight, op.weight_groups) if centred else None
+        sums = _sums(weight, op.weight_groups) if centring == "forward" else None
         _, needs_weight, _, needs_scale, *_ = ctx.needs_input_grad
         ctx.save_for_backward(x if needs_weight or needs_scale else None, weight, scale, sums)
-        ctx.op, ctx.centred, ctx.x_shape = op, centred, x.shape
+        ctx.op, ctx.centring, ctx.x_shape = op, centring, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         return _call(x, _made(weight, scale, op.weight_groups, sums), bias, op)
 
@@ -179,7 +194,7 @@ class _ApplyMap(torch.autograd.Function):
         twice = torch.is_grad_enabled()  # create_graph: the made weight is part of the graph
         made = weight
         if twice:
-            made = effective_weight(weight, scale, op.weight_groups, ctx.centred)
+            made = effective_weight(weight, scale, op.weight_groups, ctx.centring)
         elif needs_x:
             made = _made(weight, scale, op.weight_groups, sums)
         mask = (needs_x, needs_weight or needs_scale, needs_bias)
@@ -190,7 +205,7 @@ class _ApplyMap(torch.autograd.Function):
             grads = torch.autograd.grad(made, wanted, grad_made.to(made.dtype), create_graph=True)
             grad_weight, grad_scale = grads[0], grads[-1]
         elif grad_made is not None:
-            grad_weight, grad_scale = _made_backward(grad_made, weight, scale, op.weight_groups, ctx.centred)
+            grad_weight, grad_scale = _made_backward(grad_made, weight, scale, op.weight_groups, ctx.centring)
         if grad_bias is not None:
             grad_bias = grad_bias.to(ctx.bias_dtype)
         grad_weight = grad_weight if needs_weight else None
@@ -198,22 +213,28 @@ class _ApplyMap(torch.autograd.Function):
 
 
 def _made_backward(
-    grad: Tensor, weight: Tensor, scale: Tensor | None, groups: int | None, centred: bool
+    grad: Tensor, weight: Tensor, scale: Tensor | None, groups: int | None, centring: Centring
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradients of weight and scale from that of the made weight, which is overwritten."""
     rows, dims = by_output(grad.to(widened(weight).dtype), groups)
-    if centred:  # the adjoint of centring is centring: it is a projection
-        sums = rows.sum(dims, keepdim=True)
-        rows.sub_(sums, alpha=sums.numel() / rows.numel())
+    if centring == "forward":
+        _centre_(rows, dims)
     grad_scale = None
-    if scale is not None:
+    if scale is not None:  # <dL/dW_made, W>: where the gradient is centred, W need not be
         grad_scale = _inner(rows, by_output(widened(weight), groups)[0], dims, scale)
         rows.mul_(_along(scale, rows, dims))
+    if centring == "backward":  # after the scale's: W has kept its means
+        _centre_(rows, dims)
     return rows.reshape(weight.shape).to(weight.dtype), grad_scale
 
 
+def _centre_(rows: Tensor, dims: tuple[int, ...]) -> None:
+    sums = rows.sum(dims, keepdim=True)
+    rows.sub_(sums, alpha=sums.numel() / rows.numel())
+
+
 def _inner(grad: Tensor, weight: Tensor, dims: tuple[int, ...], scale: Tensor) -> Tensor:
-    """The scale's gradient, <dL/dW_made, W>: where the gradient is centred, W need not be."""
+    """The scale's gradient, one number or one per output channel."""
     if scale.numel() > 1:
         inner = (grad * weight).sum(dims)
     else:
@@ -252,7 +273,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if device != "meta" and torch.is_autocast_enabled(device) else None
 
 
-def _wants_plain_expression() -> bool:
+def wants_plain_expression() -> bool:
     """Whether an autograd function is out of place: exporting, functorch, dual numbers (it has no jvp)."""
     is_exporting = getattr(torch.compiler, "is_exporting", None)  # from torch 2.7 on
     return (

@@ -54,6 +54,7 @@ class LayerEdit(Edit):
         weight_factor: What standardised weights are multiplied with.
         learns_gain: Whether it gets a learnable gain per output channel.
         on_raw_input: Whether it reads the model's own input.
+        centring: Of a centred layer: "forward" (the weight, in each forward) or "backward" (its gradient).
         start: How its initial weights are made: "draw", "scale" (zeros stay zero) or "keep".
     """
 
@@ -70,6 +71,7 @@ class LayerEdit(Edit):
     weight_factor: float = 1.0
     learns_gain: bool = False
     on_raw_input: bool = False
+    centring: str = "forward"
     start: str = "draw"
 
     @property

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mimicnorm.errors import CheckError, InitError, MimicNormError
-from mimicnorm.layers import FixupLayer, LastNorm, LastNormed, ScaledWeight, Standardised, WeightMean
+from mimicnorm.layers import OFF_CENTRE, FixupLayer, LastNorm, LastNormed, ScaledWeight, Standardised, WeightMean
 from mimicnorm.methods import Method
 from mimicnorm.surgery.init import initialise
 from mimicnorm.surgery.isolate import snapshot
@@ -74,6 +74,9 @@ def _carry_out(model: nn.Module, planned: Plan, example: Any) -> Report:
         for bias, beta in operate(model, report):
             with torch.no_grad():
                 bias.add_(beta.to(bias))
+        for layer in model.modules():
+            if isinstance(layer, WeightMean) and layer.centring == "backward":
+                layer.project_()
         model._mimicnorm = planned  # pyrefly: ignore  # for check and init_; not in the state dict
         if report.init is not None:
             initialise(model, report, report.init, example)
@@ -104,7 +107,8 @@ def check(model: nn.Module) -> None:
     """Raise ``CheckError`` if a converted network is no longer whole.
 
     A head that was replaced (``model.fc = ...``, ``reset_classifier``) loses its LastNorm; a layer that was
-    replaced loses its centring; a BatchNorm may have come back.
+    replaced loses its centring; a BatchNorm may have come back. With ``centre="backward"``, weights may have left their
+    means.
     """
     problems: list[str] = []
     for prefix, root in _conversions(model):
@@ -118,8 +122,15 @@ def check(model: nn.Module) -> None:
                 )
         for step in done.layers:
             wanted = _CHANGED.get(step.action, ScaledWeight if step.scale is not None else nn.Module)
-            if not isinstance(modules.get(step.name), wanted):
+            layer = modules.get(step.name)
+            if not isinstance(layer, wanted):
                 problems.append(f"{prefix}{step.name}: the layer was replaced and is no longer {wanted.__name__}")
+            elif isinstance(layer, WeightMean) and layer.centring == "backward" and layer.off_centre() > OFF_CENTRE:
+                problems.append(
+                    f"{prefix}{step.name}: its weights have left their means (cosine with a constant row "
+                    f"{layer.off_centre():.2g}); call mimicnorm.project_(model) after each optimizer step, or convert "
+                    'with centre="forward"'
+                )
         left = {n.name for n in done.norms if n.action == "leave"}
         for name, m in modules.items():
             if is_batch_norm(m) and not isinstance(m, LastNorm) and name not in left:

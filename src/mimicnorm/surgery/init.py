@@ -77,6 +77,8 @@ def _start_as_in_theory(layer: nn.Module, step: LayerEdit) -> None:
     weight: Any = layer.weight  # tied: as its last holder wants it
     if step.start == "draw":
         weight.normal_(0.0, step.gain / math.sqrt(step.fan_in))
+        if isinstance(layer, WeightMean) and layer.centring == "backward":
+            layer.project_()
     elif step.start == "scale" and weight.any():
         weight.mul_(step.gain / math.sqrt(float(weight.float().square().sum() / weight.shape[0])))
 

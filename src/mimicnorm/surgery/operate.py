@@ -58,7 +58,7 @@ class _Surgeon:
     # -- layers --------------------------------------------------------------------------------
 
     def centre(self, layer: nn.Module, edit: LayerEdit) -> None:
-        centre_(layer, self._residual_scale(layer, edit))
+        centre_(layer, self._residual_scale(layer, edit), edit.centring)  # pyrefly: ignore
         self._take_beta(layer, edit)
 
     def standardise(self, layer: Any, edit: LayerEdit) -> None:

@@ -175,6 +175,7 @@ def _row(edit: Edit) -> tuple[str, ...]:
     action, why = edit.action, edit.why
     if isinstance(edit, LayerEdit):
         fan_in, gain = str(edit.fan_in), f"{edit.gain:.4f}"
+        action += ", backward" if action == "centre" and edit.centring == "backward" else ""
         action += f" x{edit.scale:.3f}" if edit.scale is not None else ""
         why = f"fed by {edit.fed_by}" + (f"; {why}" if why else "")
     elif isinstance(edit, HeadEdit):
