@@ -201,6 +201,9 @@ def _over_all_ranks(norm: LastNorm, x: Tensor) -> Tensor:
 # -- batches that come in pieces ---------------------------------------------------------------------------------
 
 
+_WATCHED = 32  # forward passes: a loop that adds gradients up does so from its first step on, and looking takes time
+
+
 class _Accumulation:
     """Warns, in the backward pass, of gradients that an earlier batch left, and of a regression loss.
 
@@ -261,6 +264,7 @@ class _Accumulation:
         task = torch._C._current_graph_task_id()
         earlier = self.last_forward is not None and self.last_forward != forward and self.last_task != task
         self.last_forward, self.last_task = forward, task
+        self.active = self.active and forward <= _WATCHED
         grad = leaf.variable.grad
         expected, self.expected_version = self.expected_version, None
         if not self.active or grad is None or type(grad) is not Tensor:

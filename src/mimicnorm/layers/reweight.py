@@ -69,9 +69,9 @@ class Reweighted(Derived):
             return cls, _Routed, base
         return cls, _Conv if kind in CONVOLUTIONS else _ConvTranspose if kind in TRANSPOSED else _Linear, base
 
-    def applies_own_weight(self) -> bool:
-        """Whether the layer's own forward is right as it is, this time."""
-        return False
+    def own_weight(self) -> Tensor | None:
+        """Return the weight with which the forward of the layer's own class is right this time, or None."""
+        return None
 
     def reweighted(self, call: LinearCall) -> Tensor:
         """Carry out a call with the changed weight; like ``nn.Conv*``, with or without a batch dimension."""
@@ -124,8 +124,9 @@ class _Conv(Reweighted):
     _reversed_padding_repeated_twice: list[int]
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.applies_own_weight():
-            return super()._conv_forward(input, weight, bias)  # pyrefly: ignore
+        own = self.own_weight()
+        if own is not None:
+            return super()._conv_forward(input, own, bias)  # pyrefly: ignore
         padding = self.padding
         if self.padding_mode != "zeros":
             input, padding = F.pad(input, self._reversed_padding_repeated_twice, mode=self.padding_mode), 0
@@ -137,7 +138,7 @@ class _ConvTranspose(_Conv):
     _output_padding: Any
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
-        if self.applies_own_weight():
+        if self.own_weight() is self.weight:
             return super().forward(input, output_size)  # pyrefly: ignore
         if self.padding_mode != "zeros":
             raise ValueError(f"{type(self).__name__}: only zero padding is supported by transposed convolutions")
@@ -149,8 +150,9 @@ class _ConvTranspose(_Conv):
 
 class _Linear(Reweighted):
     def forward(self, input: Tensor) -> Tensor:
-        if self.applies_own_weight():
-            return super().forward(input)  # pyrefly: ignore
+        own = self.own_weight()
+        if own is not None:
+            return F.linear(input, own, self.bias)
         return self.reweighted(linear_call(input, self.weight, self.bias))
 
 
@@ -158,7 +160,7 @@ class _Routed(Reweighted):
     """For a class with a ``forward`` of its own: the call that takes ``self.weight`` is routed."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.applies_own_weight():
+        if self.own_weight() is self.weight:
             return super().forward(*args, **kwargs)  # pyrefly: ignore
         if self.scales_output:
             return self.without_call(super().forward(*args, **kwargs))  # pyrefly: ignore

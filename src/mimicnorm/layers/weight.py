@@ -23,6 +23,7 @@ from mimicnorm.layers.linear import Op
 
 Centring = Literal["forward", "backward"] | None
 """What is centred per output channel: the weight and so its gradient, its gradient alone, or nothing."""
+_NARROW = (torch.float16, torch.bfloat16)
 
 # -- the weight that is applied ----------------------------------------------------------------------------------
 
@@ -70,7 +71,12 @@ def effective_weight(weight: Tensor, scale: Tensor | None, groups: int | None, c
 
 def centre_rows(weight: Tensor, groups: int | None) -> Tensor:
     """Subtract each output channel's mean from a weight or its gradient; ``groups`` as in ``by_output``."""
-    return _made(weight, None, groups, _sums(weight, groups)).to(weight.dtype)
+    rows, dims = by_output(weight, groups)
+    narrow = weight.dtype in _NARROW
+    sums = rows.sum(dims, keepdim=True, dtype=torch.float32 if narrow else None)
+    centred = torch.sub(rows, sums, alpha=sums.numel() / rows.numel())
+    centred = centred.to(weight.dtype) if narrow else centred
+    return centred if groups is None else centred.flatten(0, 1)
 
 
 def inverse_deviation(weight: Tensor, eps: float, groups: int | None) -> Tensor:
@@ -82,7 +88,7 @@ def inverse_deviation(weight: Tensor, eps: float, groups: int | None) -> Tensor:
 
 def widened(weight: Tensor) -> Tensor:
     """Convert half precision to float: a mean over thousands needs the digits."""
-    return weight.float() if weight.dtype in (torch.float16, torch.bfloat16) else weight
+    return weight.float() if weight.dtype in _NARROW else weight
 
 
 def _sums(weight: Tensor, groups: int | None) -> Tensor:
