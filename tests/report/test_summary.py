@@ -7,6 +7,7 @@ from rich.console import Console
 from sample import comparison
 
 from mimicnorm.report import columns, rows, table
+from mimicnorm.report.summary import title
 
 
 def test_cells_say_what_the_numbers_say():
@@ -45,7 +46,8 @@ def test_a_comparison_from_before_calibration_was_measured():
 
 def test_accuracies_on_images_held_out_are_not_called_test_accuracies():
     data = comparison()
-    data["settings"]["validation"] = 0.1
+    data["settings"] |= {"validation": 0.1, "classes": "0-4"}
+    assert title(data).startswith("resnet18 (width 0.25) on digits (classes 0-4): ")
     assert columns(data)[1].heading == "validation\naccuracy, %"
     assert not any("test images" in column.explanation for column in columns(data))
 

@@ -73,8 +73,10 @@ class Selection:
     def _checked_classes(self, classes: int, name: str) -> list[int]:
         chosen = list(self.classes or ())
         wrong = [c for c in chosen if isinstance(c, bool) or not isinstance(c, int) or not 0 <= c < classes]
-        if wrong or not chosen or len(set(chosen)) < len(chosen):
-            raise DataError(f"classes={chosen}: {name} has classes 0 to {classes - 1}; name some of them, each once")
+        if wrong:
+            raise DataError(f"classes: {name} has classes 0 to {classes - 1}, and not {', '.join(map(repr, wrong))}")
+        if not chosen or len(set(chosen)) < len(chosen):
+            raise DataError(f"classes={chosen}: name some of the {classes} classes of {name}, each once")
         return chosen
 
 

@@ -142,7 +142,8 @@ def title(data: dict[str, Any]) -> str:
     s = data["settings"]
     width = f" (width {s['width']:g})" if s["width"] != 1 else ""
     methods, epochs = count(len(data["methods"]), "method"), count(s["epochs"], "epoch")
-    return f"{s['model']}{width} on {s['data']}: {methods}, {data['data']['train']:,} images, {epochs}"
+    data_set = s["data"] + (f" (classes {s['classes']})" if s.get("classes") else "")
+    return f"{s['model']}{width} on {data_set}: {methods}, {data['data']['train']:,} images, {epochs}"
 
 
 def _name(m: dict[str, Any]) -> str:
