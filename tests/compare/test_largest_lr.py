@@ -12,6 +12,7 @@ from mimicnorm.compare.largest_lr import largest_lr
 from mimicnorm.training import network
 from mimicnorm.training.loop import load
 from mimicnorm.training.processes import Processes
+from mimicnorm.training.step import learning_rate
 
 JOB = small.job("batchnorm,nonorm", lr=0.1)
 BATCHNORM, NONORM = (JOB.run_recipe(entry) for entry in JOB.entries)
@@ -29,6 +30,19 @@ def unbuilt(monkeypatch):
 def test_the_search_ends_within_a_factor_of_the_limit(monkeypatch, unbuilt, limit, expected):
     monkeypatch.setattr(module, "_trains", lambda recipe, *_: recipe.lr <= limit)
     assert largest_lr(BATCHNORM, None, CPU)["value"] == pytest.approx(expected)
+
+
+def test_the_rate_is_not_annealed_during_the_search(monkeypatch):
+    class Built(Exception):
+        pass
+
+    def noted(recipe, *_):
+        raise Built(recipe)
+
+    monkeypatch.setattr(module, "Trainer", noted)
+    with pytest.raises(Built) as caught:
+        module._trains(dataclasses.replace(BATCHNORM, schedule="cosine"), None, range(100), CPU, 10)
+    assert learning_rate(caught.value.args[0], 9, 10) == 0.1
 
 
 def test_never_and_always_stable(monkeypatch, unbuilt):

@@ -43,7 +43,10 @@ def test_every_method_has_accuracy_memory_time_and_a_plan(compared):
     for m in data["methods"]:
         values = [r["top1"] for r in m["runs"]]
         assert m["accuracy"]["mean"] == pytest.approx(sum(values) / len(values))
-        assert [r["history"][-1]["top1"] for r in m["runs"]] == values
+        ends = [r["history"][-1] for r in m["runs"]]
+        assert [end["top1"] for end in ends] == values
+        for name in ("test_loss", "confidence", "calibration_error"):
+            assert m["calibration"][name]["mean"] == pytest.approx(sum(end[name] for end in ends) / len(ends))
 
 
 def test_the_folder_of_a_run_names_method_seed_and_hash(compared):
@@ -98,6 +101,7 @@ def test_divergence_is_a_result(tmp_path, trains_here):
     data = run(small.job("batchnorm:1,nonorm:1", rounds=0, lr=1e30, warmup=0.0), tmp_path, progress=False)
     diverged = data["methods"][1]
     assert data["status"] == "done"
+    assert diverged["calibration"] is None
     assert diverged["accuracy"] == {"mean": None, "sd": None, "runs": 0, "diverged": 1, "difference": None}
     assert f"1 of 1 diverged (step {diverged['runs'][0]['step']})" in (tmp_path / "report.html").read_text()
 

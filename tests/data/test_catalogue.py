@@ -57,12 +57,15 @@ def test_a_small_mnist_as_the_hub_keeps_it(tmp_path):
     check_set("mnist", tmp_path, 300)
 
 
-@pytest.mark.parametrize(("name", "sizes"), [("mnist", (60000, 10000)), ("cifar100", (50000, 10000))])
+@pytest.mark.parametrize(
+    ("name", "sizes"), [("mnist", (60000, 10000)), ("cifar100", (50000, 10000)), ("cifar100-coarse", (50000, 10000))]
+)
 def test_the_real_sets(name, sizes):
-    if not (REAL / name).is_dir():
+    folder = name.removesuffix("-coarse")
+    if not (REAL / folder).is_dir():
         pytest.skip(f"no {name} in {REAL}: set MIMICNORM_DATA to a folder of its Parquet files")
     check_set(name, REAL, 2000)
-    counts = [pq.read_metadata(REAL / name / f"{s}-00000-of-00001.parquet").num_rows for s in ("train", "test")]
+    counts = [pq.read_metadata(REAL / folder / f"{s}-00000-of-00001.parquet").num_rows for s in ("train", "test")]
     assert tuple(counts) == sizes
 
 
@@ -106,6 +109,33 @@ def test_a_column_called_label_with_all_classes_is_cifar100(tmp_path):
     labels = [99 - i for i in range(100)]
     parquet_files.write(tmp_path / "train.parquet", parquet_files.pictures(100), labels, label="label")
     assert data.load("cifar100", data_dir=tmp_path, limit=50).classes == 100
+
+
+def test_the_coarse_labels_of_cifar100_are_a_set_of_their_own(tmp_path):
+    """They are read from the same files, in a folder of either name."""
+    for folder in ("cifar100", "cifar100-coarse"):
+        parquet_files.write(tmp_path / folder / "train.parquet", parquet_files.pictures(3), [5, 6, 7])
+        coarse = data.load("cifar100-coarse", data_dir=tmp_path)
+        assert (coarse.classes, coarse.labels.tolist()) == (20, [0, 0, 0])
+    assert data.load("cifar100", data_dir=tmp_path).labels.tolist() == [5, 6, 7]
+    parquet_files.write(tmp_path / "10" / "train.parquet", parquet_files.pictures(2), [0, 1], label="coarse")
+    fine_only = pq.read_table(tmp_path / "10" / "train.parquet").drop_columns(["coarse_label"])
+    pq.write_table(fine_only, tmp_path / "10" / "train.parquet")
+    with pytest.raises(DataError, match=r"does not hold cifar100-coarse: it has no column coarse_label"):
+        data.load("cifar100-coarse", data_dir=tmp_path / "10")
+
+
+def test_a_class_that_is_darker_than_the_others_is_not_taken_for_other_data(tmp_path):
+    """And other data is still refused where some classes are chosen."""
+    labels = [i % 10 for i in range(1000)]
+    pictures = parquet_files.bright(1000, (28, 28), 0.1307)
+    pictures = [pixels if label else 0 * pixels for pixels, label in zip(pictures, labels, strict=True)]
+    parquet_files.write(tmp_path / "good" / "train.parquet", pictures, labels, "image", "label")
+    assert len(data.load("mnist", data_dir=tmp_path / "good", classes=range(1))) == 100
+    other = parquet_files.bright(1000, (28, 28), 0.286)
+    parquet_files.write(tmp_path / "other" / "train.parquet", other, labels, "image", "label")
+    with pytest.raises(DataError, match="does not hold mnist: the mean"):
+        data.load("mnist", data_dir=tmp_path / "other", classes=[0, 1])
 
 
 def test_a_missing_part_is_named(tmp_path):

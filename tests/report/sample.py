@@ -19,6 +19,8 @@ def _history(top: float, epochs: int = 3) -> list[dict[str, Any]]:
             "test_loss": 50.0 / 10**e if top > 0.5 else None,
             "top1": top * e / epochs,
             "top5": 0.9,
+            "confidence": 0.8,
+            "calibration_error": 0.05,
             "seconds": 1.0,
         }
         for e in range(1, epochs + 1)
@@ -46,6 +48,11 @@ def _method(label: str, runs: list[dict[str, Any]], **entries: Any) -> dict[str,
     }
 
 
+def _calibration(loss: float | None, confidence: float, error: float) -> dict[str, dict[str, float | None]]:
+    means = {"test_loss": loss, "confidence": confidence, "calibration_error": error}
+    return {name: {"mean": mean, "sd": 0.01} for name, mean in means.items()}
+
+
 def comparison() -> dict[str, Any]:
     """A copy that may be changed."""
     ratio = {"value": 0.91, "low": 0.84, "high": 0.97}
@@ -55,6 +62,7 @@ def comparison() -> dict[str, Any]:
             "batchnorm",
             [_run(0, 0.91), _run(1, 0.93)],
             accuracy={"mean": 0.92, "sd": 0.0141, "runs": 2, "diverged": 0, "difference": None},
+            calibration=_calibration(0.25, 0.935, 0.0162),
             time={"seconds": 0.0123, "least_seconds": 0.01, "rounds": 20, "ratio": one},
             memory={"saved_bytes_per_image": 43008.0, "peak_bytes": 6291456, "saved_ratio": 1.0, "peak_ratio": 1.0},
             largest_lr={"value": 1.6, "steps": 100, "at_least": False},
@@ -69,6 +77,7 @@ def comparison() -> dict[str, Any]:
                 "diverged": 0,
                 "difference": {"value": 0.025, "low": -0.0213, "high": 0.0713},
             },
+            calibration=_calibration(None, 0.6, 0.345),
             time={"seconds": 2.5, "least_seconds": 2.4, "rounds": 20, "ratio": ratio},
             memory={"saved_bytes_per_image": 20480.0, "peak_bytes": 5242880, "saved_ratio": 0.476, "peak_ratio": 0.833},
             largest_lr={"value": 102.4, "steps": 100, "at_least": True},

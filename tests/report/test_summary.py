@@ -7,14 +7,14 @@ from rich.console import Console
 from sample import comparison
 
 from mimicnorm.report import columns, rows, table
+from mimicnorm.report.summary import title
 
 
 def test_cells_say_what_the_numbers_say():
     batchnorm, mimicnorm, nonorm, fixup = rows(comparison())
-    assert batchnorm == [
-        "batchnorm", "92.00 ± 1.41", "-", "42.00 KiB\nx1.00", "6.00 MiB\nx1.00", "12.3 ms", "1.6",
-    ]  # fmt: skip
-    assert mimicnorm[1:3] == ["94.50 ± 0.71", "+2.50\n[-2.1, +7.1]"]
+    assert batchnorm[:2] == ["batchnorm", "92.00 ± 1.41\nloss 0.250\nconf. 93.5%\nECE 1.6%"]
+    assert batchnorm[2:] == ["-", "42.00 KiB\nx1.00", "6.00 MiB\nx1.00", "12.3 ms", "1.6"]
+    assert mimicnorm[1:3] == ["94.50 ± 0.71\nconf. 60.0%\nECE 34.5%", "+2.50\n[-2.1, +7.1]"]
     assert mimicnorm[5:] == ["2.50 s\nx0.91\n[0.84, 0.97]", "at least 102"]
     assert nonorm[1:] == ["2 of 2 diverged (step 17, 17)", *"----", "unstable from 0.1 down to 0.0001"]
     assert fixup[1:] == list("------")
@@ -35,6 +35,21 @@ def test_times_of_less_than_six_rounds_have_a_range():
         m["time"] |= {"rounds": 1, "ratio": {"value": 0.9, "low": 0.9, "high": 0.9}}
     assert "with the range of" in columns(data)[headings.index("time\nper step")].explanation
     assert [row[5] for row in rows(data)[:2]] == ["12.3 ms", "2.50 s\nx0.90\n[0.90, 0.90]"]
+
+
+def test_a_comparison_from_before_calibration_was_measured():
+    data = comparison()
+    for m in data["methods"]:
+        m.pop("calibration", None)
+    assert rows(data)[0][:2] == ["batchnorm", "92.00 ± 1.41"]
+
+
+def test_accuracies_on_images_held_out_are_not_called_test_accuracies():
+    data = comparison()
+    data["settings"] |= {"validation": 0.1, "classes": "0-4"}
+    assert title(data).startswith("resnet18 (width 0.25) on digits (classes 0-4): ")
+    assert columns(data)[1].heading == "validation\naccuracy, %"
+    assert not any("test images" in column.explanation for column in columns(data))
 
 
 def test_columns_without_content_are_left_out():

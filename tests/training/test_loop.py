@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import os
@@ -11,13 +12,12 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-import torch.nn.functional as F
 from safetensors.torch import load_file
-from torch import nn
 
+from mimicnorm import data
 from mimicnorm.errors import RecipeError
-from mimicnorm.training import state
-from mimicnorm.training.loop import PARENT, evaluate, last_norm_variance
+from mimicnorm.training import recipe, state, train
+from mimicnorm.training.loop import PARENT, last_norm_variance, load
 from mimicnorm.training.processes import Processes
 from mimicnorm.training.step import Trainer
 
@@ -31,6 +31,7 @@ def test_a_run_leaves_recipe_metrics_weights_and_result(finished: Path):
     result = json.loads((finished / "result.json").read_text())
     assert (result["status"], result["step"]) == ("done", 21)
     expected = {"lr", "train_loss", "train_accuracy", "test_loss", "top1", "top5", "seconds", "images_per_second"}
+    expected |= {"confidence", "calibration_error"}
     assert expected <= result["history"][-1].keys()
     assert result["history"][-1]["top5"] == 1.0  # of four classes
     variance = result["history"][-1]["last_norm_variance"]
@@ -146,25 +147,45 @@ def test_tensorboard_holds_the_variance_of_every_class(tmp_path: Path):
     assert {f"last_norm_variance_by_class/{c}" for c in range(4)} | {"top1", "loss"} <= set(events.Tags()["scalars"])
 
 
-def test_evaluation_sees_the_whole_set_once_in_eval_mode():
-    t = tiny.trainer(batch=7)  # 24 images: the last batch is smaller
-    before = {k: v.clone() for k, v in t.bare.state_dict().items()}
-    measured = evaluate(t, tiny.SOURCES[1])
-    assert t.bare.training
-    assert all(torch.equal(v, before[k]) for k, v in t.bare.state_dict().items())
-    images, labels = next(tiny.SOURCES[1].batches([torch.arange(24)], seed=0, epoch=0, augment=False))
-    with torch.no_grad():
-        logits = t.bare.eval()(images)
-    assert measured["top1"] == pytest.approx(float((logits.argmax(1) == labels).float().mean()))
-    assert measured["top5"] == 1.0
-    torch.testing.assert_close(measured["test_loss"], float(F.cross_entropy(logits, labels)), rtol=1e-5, atol=1e-6)
-
-
-def test_a_test_loss_that_is_not_finite_is_none_and_the_last_norms_variance_is_found():
-    t = tiny.trainer(method="nonorm")
-    nn.init.constant_(t.bare[9].weight, float("nan"))
-    assert evaluate(t, tiny.SOURCES[1])["test_loss"] is None
-    assert last_norm_variance(t) is None
+def test_the_last_norms_variance_is_found():
+    assert last_norm_variance(tiny.trainer(method="nonorm")) is None
     variance = last_norm_variance(tiny.trainer())
     assert variance is not None
     assert variance.shape == (4,)
+
+
+def test_sources_are_not_selected_from(tmp_path: Path):
+    for chosen in ({"validation": 0.1}, {"classes": "0-1"}):
+        with pytest.raises(RecipeError, match="sources are used as they are"):
+            tiny.train(tmp_path, **chosen)
+
+
+def test_images_held_out_are_evaluated_on_and_the_test_set_is_not_read(monkeypatch):
+    asked, real = [], data.load
+
+    def noted(name, split, **options):
+        asked.append(split)
+        return real(name, split, **options)
+
+    monkeypatch.setattr(data, "load", noted)
+    fields = {"data": "digits", "validation": 0.25, "classes": "3-5", "limit": 60, "test_limit": 30}
+    train_set, held_out = load(recipe("digits-mlp10", **fields))
+    again, other = load(recipe("digits-mlp10", **fields | {"limit": 90, "seed": 7}))
+    assert asked == ["train", "validation"] * 2
+    assert (len(train_set), len(held_out), train_set.classes, held_out.classes) == (60, 30, 3, 3)
+    assert other.fingerprint() == held_out.fingerprint()
+    assert again.fingerprint() != train_set.fingerprint()
+    asked.clear()
+    load(recipe("digits-mlp10"))
+    assert asked == ["train", "test"]
+
+
+def test_a_run_with_everything_resumes_and_refuses_other_classes(tmp_path: Path):
+    r = recipe("digits-mlp10", epochs=1, batch=32, limit=64, validation=0.1, classes="0-3", schedule="cosine")
+    result = train(r, tmp_path, progress=False)
+    identity = json.loads((tmp_path / "data.json").read_text())
+    assert (identity["classes"], identity["training images"], identity["test images"]) == (4, 64, 58)
+    assert result.history[-1]["lr"] == 0.0
+    assert train(r, tmp_path, progress=False) == result
+    with pytest.raises(RecipeError, match="classes was '0-3' and is '4-7'"):
+        train(dataclasses.replace(r, classes="4-7"), tmp_path)

@@ -14,7 +14,15 @@ from mimicnorm.errors import MimicNormError
 from mimicnorm.training import progress
 from mimicnorm.training.progress import Progress
 
-EPOCH = {"epoch": 1, "train_loss": 1.0, "train_accuracy": 0.5, "test_loss": None, "top1": 0.25, "top5": 1.0}
+EPOCH = {
+    "epoch": 1,
+    "train_loss": 1.0,
+    "train_accuracy": 0.5,
+    "test_loss": None,
+    "top1": 0.25,
+    "top5": 1.0,
+    "confidence": None,
+}
 
 
 def show_an_epoch(**options) -> None:
@@ -32,6 +40,13 @@ def test_plain_lines_where_there_is_no_terminal(capsys, monkeypatch):
     assert first.startswith("epoch 1/3  loss 1.234  accuracy 50.0%")
     assert first.endswith("min left")
     assert second.endswith("test loss not finite top-1 25.00% top-5 100.00%  123 images/s")
+
+
+def test_an_epoch_says_how_confident_it_is_and_on_which_images(capsys):
+    with Progress(tiny.recipe(validation=0.1), 21) as bar:
+        bar.epoch({**EPOCH, "test_loss": 1.0, "confidence": 0.5, "calibration_error": 0.25, "images_per_second": 9})
+    (line,) = capsys.readouterr().out.splitlines()
+    assert "validation loss 1.000 top-1 25.00% top-5 100.00% confidence 50.0% calibration error 25.0%" in line
 
 
 def test_a_bar_on_a_terminal(monkeypatch):

@@ -65,12 +65,36 @@ def test_a_recipe_is_frozen_and_changed_by_copy():
         *({"milestones": (0.5, -0.2)}, {"warmup": float("inf")}, {"warmup": 2.0}, {"momentum": 1.0}, {"init": "None"}),
         *({"milestones": (80, 110)}, {"milestones": (1.0,)}, {"milestones": ("0.5",)}, {"scalar_rate": 0}),
         *({"model": 3}, {"data": None}, {"method": 1.0}, {"settings": "residual=linear"}, {"settings": (3,)}),
+        *({"validation": 1.0}, {"validation": -0.1}, {"schedule": "poly"}, {"optimizer": "adam"}, {"classes": (0, 1)}),
+        *({"classes": "3"}, {"classes": "0-3,2"}, {"classes": "a-c"}, {"classes": "-1"}, {"classes": "9-0"}),
         *({"compile": "no"}, {"channels_last": 0}, {"batch": True}, {"micro_batch": False}, {"scalar_rate": True}),
     ],
 )
 def test_impossible_fields_are_refused(wrong):
     with pytest.raises(RecipeError, match=next(iter(wrong))):
         recipe("digits-mlp10", **wrong)
+
+
+def test_adamw_has_a_rate_and_a_decay_of_its_own():
+    def of(**changes) -> tuple[float, float]:
+        r = recipe("cifar100-resnet18", **changes)
+        return r.lr, r.weight_decay
+
+    assert of() == of(optimizer="sgd") == (0.1, 5e-4)
+    assert of(optimizer="adamw") == (1e-3, 0.05)
+    assert of(optimizer="adamw", lr=2e-3) == (2e-3, 0.05)
+
+
+def test_a_file_of_adamw_keeps_its_rate(tmp_path):
+    r = recipe("digits-mlp10", optimizer="adamw", lr=0.5, classes="0-3")
+    (tmp_path / "recipe.json").write_text(json.dumps(r.as_dict()))
+    assert recipe(str(tmp_path / "recipe.json"), optimizer="adamw") == r
+
+
+def test_classes_are_indices_and_ranges():
+    assert recipe("digits-mlp10").class_indices() is None
+    assert recipe("digits-mlp10", classes="0-3").class_indices() == (0, 1, 2, 3)
+    assert recipe("digits-mlp10", classes="9, 0-1,4").class_indices() == (9, 0, 1, 4)
 
 
 def test_the_names_that_are_checked_before_torch_loads_are_all_there_are():

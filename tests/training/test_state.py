@@ -85,9 +85,10 @@ def interrupted(out: Path, at_step: int = 9) -> Path:
     return out
 
 
-def test_a_checkpoint_put_back_goes_on_bit_for_bit(tmp_path: Path):
+@pytest.mark.parametrize("changes", [{}, {"momentum": 0.0}, {"optimizer": "adamw", "lr": 0.01}])
+def test_a_checkpoint_put_back_goes_on_bit_for_bit(tmp_path: Path, changes):
     images, labels = next(tiny.SOURCES[0].batches([torch.arange(8)], seed=0, epoch=0, augment=True))
-    one, two = tiny.trainer(seed=0), tiny.trainer(seed=1)
+    one, two = tiny.trainer(seed=0, **changes), tiny.trainer(seed=1, **changes)
     for step in range(2):
         one.step(images, labels, step)
     folder = state.RunFolder(tmp_path, one.recipe)
@@ -275,6 +276,19 @@ def test_killed_at_random_lines_and_started_again(finished: Path, chain, tmp_pat
         assert tiny.in_a_process(tiny.killed_after, draw.randrange(1, lines // 5), tmp_path) == -signal.SIGKILL
     assert tiny.in_a_process(tiny.train, tmp_path) == 0
     assert tiny.outcome(tmp_path) == tiny.outcome(finished)
+
+
+def test_adamw_killed_at_random_lines_and_started_again(tmp_path: Path):
+    changes = {"optimizer": "adamw", "lr": 0.01, "schedule": "linear"}
+    whole, cut, draw = tmp_path / "whole", tmp_path / "cut", random.Random(0)
+    assert tiny.in_a_process(tiny.killed_after, 0, whole, changes) == 0
+    lines = int((whole / "lines").read_text())
+    for _ in range(4):
+        killed = tiny.in_a_process(tiny.killed_after, draw.randrange(lines // 8, lines // 4), cut, changes)
+        assert killed == -signal.SIGKILL
+    assert list(cut.glob("checkpoints/step-*"))
+    assert tiny.in_a_process(tiny.killed_after, 0, cut, changes) == 0
+    assert tiny.outcome(cut) == tiny.outcome(whole)
 
 
 @pytest.mark.parametrize(("number", "part"), [(1, 0.5), (3, 0.0), (4, 1.0), (5, 2.0)])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import math
 
 import pytest
 import tiny
@@ -31,11 +33,22 @@ def weights(t: Trainer) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in t.bare.parameters()])
 
 
-def test_a_step_is_that_of_plain_sgd():
-    ours = trainer()
+@pytest.mark.parametrize(
+    ("changes", "make"),
+    [
+        ({}, functools.partial(torch.optim.SGD, lr=0.05, momentum=0.9, weight_decay=5e-4)),
+        ({"optimizer": "adamw"}, functools.partial(torch.optim.AdamW, lr=0.05, weight_decay=5e-4)),
+        (
+            {"optimizer": "adamw", "momentum": 0.8, "weight_decay": 0.1},
+            functools.partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1, betas=(0.8, 0.999)),
+        ),
+    ],
+)
+def test_a_step_is_that_of_the_plain_optimizer(changes, make):
+    ours = trainer(**changes)
     model = copy.deepcopy(ours.bare)
     images, labels = batch()
-    plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    plain = make(model.parameters())
     for step in range(3):
         loss, correct = ours.step(images, labels, step)
         plain.zero_grad()
@@ -123,6 +136,24 @@ def test_the_papers_schedule():
     warm = [learning_rate(r, step, steps) for step in range(391)]
     assert warm == pytest.approx([0.1 * min(step + 1, 390) / 390 for step in range(391)])
     assert learning_rate(tiny.recipe(warmup=0.0), 0, 21) == 0.05  # no warm-up: the first step has the full rate
+
+
+@pytest.mark.parametrize("warmup", [0.0, 0.2])
+@pytest.mark.parametrize("steps", [20, 15000])
+def test_annealing_falls_from_the_end_of_the_rise_to_exactly_zero(warmup, steps):
+    rise = round(warmup * steps)
+    for name in ("cosine", "linear"):
+        r = tiny.recipe(schedule=name, warmup=warmup, milestones=(0.5,), lr=0.4)
+        rates = [learning_rate(r, step, steps) for step in range(steps)]
+        assert rates[-1] == 0.0
+        assert rates[:rise] == pytest.approx([0.4 * (step + 1) / rise for step in range(rise)])
+        assert all(a > b for a, b in zip(rates[max(rise - 1, 0) :], rates[max(rise, 1) :], strict=False))
+        middle = rise + (steps - rise) // 2 - 1
+        assert rates[middle] == pytest.approx(0.2)
+    quarter = rise + (steps - rise) // 4 - 1  # linear, the last of the two, is at 3/4 here; the cosine is above it
+    assert rates[quarter] == pytest.approx(0.3)
+    cosine = learning_rate(dataclasses.replace(r, schedule="cosine"), quarter, steps)
+    assert cosine == pytest.approx(0.2 * (1 + math.cos(math.pi / 4)))
 
 
 def test_an_epoch_sees_each_image_once_and_epochs_differ():

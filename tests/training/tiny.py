@@ -109,8 +109,8 @@ def in_a_process(job: Callable, *args: Any) -> int:
     return in_processes((job, *args))[0]
 
 
-def killed_after(lines: int, out: str) -> None:
-    """Train, and be killed when so many lines of the training code have run; exits with 0 if it ends before."""
+def killed_after(lines: int, out: str, changes: dict[str, Any] | None = None) -> None:
+    """Train, and be killed when so many lines of the training code have run (0: never); exits with 0 if it ends."""
     left = [lines]
 
     def trace(frame: Any, event: str, _argument: Any) -> Any:
@@ -123,7 +123,7 @@ def killed_after(lines: int, out: str) -> None:
         return trace
 
     sys.settrace(trace)
-    train(out)
+    train(out, **changes or {})
     sys.settrace(None)
     Path(out, "lines").write_text(str(lines - left[0]))
 

@@ -48,7 +48,9 @@ def largest_lr(recipe: Recipe, source: Source, processes: Processes, steps: int 
 
 
 def _trains(recipe: Recipe, model: nn.Module, source: Source, processes: Processes, steps: int) -> bool:
-    recipe = dataclasses.replace(recipe, milestones=(), warmup=0.2, batch=min(recipe.batch, len(source)))
+    recipe = dataclasses.replace(
+        recipe, schedule="steps", milestones=(), warmup=0.2, batch=min(recipe.batch, len(source))
+    )
     trainer = Trainer(recipe, model, processes, steps)
     last: deque[float] = deque(maxlen=10)
     step = epoch = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import statistics
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from mimicnorm.training.state import Result, write_atomically, write_json
 
 SCHEMA = 1
 JSON, PAGE = "compare.json", "report.html"
-_SHOWN = ("epoch", "step", "lr", "train_loss", "train_accuracy", "test_loss", "top1", "top5", "seconds")
+_CALIBRATION = ("test_loss", "confidence", "calibration_error")
+_SHOWN = ("epoch", "step", "lr", "train_loss", "train_accuracy", "top1", "top5", *_CALIBRATION, "seconds")
 
 
 def new(
@@ -49,7 +51,7 @@ def new(
                 "seeds": entry.seeds,
                 **plans[entry.label],
                 "runs": [],
-                **dict.fromkeys(("accuracy", "time", "memory", "largest_lr")),
+                **dict.fromkeys(("accuracy", "calibration", "time", "memory", "largest_lr")),
             }
             for entry in job.entries
         ],
@@ -81,6 +83,8 @@ def add_run(data: dict[str, Any], entry: Entry, seed: int, folder: Path, result:
     others = [other for other in method["runs"] if other["seed"] != seed]
     method["runs"] = sorted([*others, run], key=lambda run: run["seed"])
     method["accuracy"] = _accuracy(method)
+    ends = [run["history"][-1] for run in method["runs"] if run["status"] == "done"]
+    method["calibration"] = {name: _mean_and_sd([end[name] for end in ends]) for name in _CALIBRATION} if ends else None
     first = data["methods"][0]
     for other in data["methods"][1:]:
         if other["accuracy"] and first["accuracy"]:
@@ -95,11 +99,19 @@ def _top1(method: dict[str, Any]) -> list[float]:
 def _accuracy(method: dict[str, Any]) -> dict[str, Any]:
     values = _top1(method)
     return {
-        "mean": statistics.mean(values) if values else None,
-        "sd": statistics.stdev(values) if len(values) > 1 else None,
+        **_mean_and_sd(values),
         "runs": len(values),
         "diverged": sum(run["status"] == "diverged" for run in method["runs"]),
         "difference": None,
+    }
+
+
+def _mean_and_sd(values: Sequence[float | None]) -> dict[str, float | None]:
+    """Return mean and standard deviation of the values that are finite."""
+    finite = [value for value in values if value is not None]
+    return {
+        "mean": statistics.mean(finite) if finite else None,
+        "sd": statistics.stdev(finite) if len(finite) > 1 else None,
     }
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,19 +14,19 @@ from torch import Tensor
 from mimicnorm.data.folder import Folder
 from mimicnorm.data.memory import Memory
 from mimicnorm.data.parquet import KnownSet, read
-from mimicnorm.data.source import Augment, Source, subset
+from mimicnorm.data.selection import Selection, Split, subset
+from mimicnorm.data.source import Augment, Source
 from mimicnorm.errors import DataError, NameNotFoundError
-
-Split = Literal["train", "test"]
 
 _CIFAR10 = ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616))
 _CIFAR100 = ((0.5071, 0.4865, 0.4409), (0.2673, 0.2564, 0.2762))
-_FINE = ("fine_label", "label")
+_FINE, _COARSE = ("fine_label", "label"), ("coarse_label",)
 _KNOWN = (
     KnownSet("digits", 10, (1, 8, 8), (0.3053,), (0.3761,), 1, False),
     KnownSet("mnist", 10, (1, 28, 28), (0.1307,), (0.3081,), 2, False, "ylecun/mnist", "mnist"),
     KnownSet("cifar10", 10, (3, 32, 32), *_CIFAR10, 4, True, "uoft-cs/cifar10", "plain_text"),
     KnownSet("cifar100", 100, (3, 32, 32), *_CIFAR100, 4, True, "uoft-cs/cifar100", "cifar100", _FINE),
+    KnownSet("cifar100-coarse", 20, (3, 32, 32), *_CIFAR100, 4, True, "uoft-cs/cifar100", "cifar100", _COARSE),
 )
 IMAGENET_CLASSES = 1000
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.parquet$")
@@ -43,20 +44,24 @@ def load(
     data_dir: str | Path | None = None,
     limit: int | None = None,
     augment: Augment = "standard",
+    classes: Sequence[int] | None = None,
+    validation: float = 0.0,
 ) -> Source:
     """Load a split of a data set.
 
     Args:
-        name: digits (inside scikit-learn), mnist, cifar10, cifar100 (Parquet files, as on the Hugging Face hub),
-            imagenet (1000 class folders in each of train and val) or ``folder:PATH`` (the same of any classes). Other
-            data under one of these names is an error.
-        split: train or test.
+        name: digits (inside scikit-learn), mnist, cifar10, cifar100, cifar100-coarse (Parquet files, as on the Hugging
+            Face hub), imagenet (1000 class folders in each of train and val) or ``folder:PATH`` (the same of any
+            classes). Other data under one of these names is an error.
+        split: train, validation (what ``validation`` holds out of the training set) or test.
         data_dir: where the files are, in a folder of the data set's name or directly. If not given, the environment
             variable MIMICNORM_DATA; if that is not set, the hub.
-        limit: samples to take at most, spread evenly over the classes.
+        limit: samples to take at most, spread evenly over the classes; taken last.
         augment: what `Source.batches` does where asked to augment. standard: shifts (4 pixels, CIFAR; 2, MNIST; 1,
             digits) and, except for digits and MNIST, mirror images; crops of 8 to 100 % of the area for folders.
             light: mirror images alone; crops of 25 to 100 %. none: nothing.
+        classes: class indices to use, renumbered from 0 in this order. Mean and variance stay those of the whole set.
+        validation: fraction of each class of the training set that is held out of split train.
 
     Example:
         >>> digits = load("digits", "test")
@@ -64,40 +69,41 @@ def load(
         >>> images.shape, labels.shape, len(digits)
         (torch.Size([4, 1, 8, 8]), torch.Size([4]), 359)
     """
-    if split not in ("train", "test"):
-        raise DataError(f"split must be 'train' or 'test', not {split!r}")
+    selection = Selection(split, limit, None if classes is None else tuple(classes), validation)
     if augment not in ("standard", "light", "none"):
         raise DataError(f"augment must be standard, light or none, not {augment!r}")
     try:
-        return _load(name, split, data_dir, limit, augment)
+        return _load(name, data_dir, selection, augment)
     except ModuleNotFoundError as error:
         raise DataError(f"{error.name} is not installed. Install it with: pip install 'mimicnorm[data]'") from error
 
 
-def _load(name: str, split: Split, data_dir: str | Path | None, limit: int | None, augment: Augment) -> Source:
+def _load(name: str, data_dir: str | Path | None, selection: Selection, augment: Augment) -> Source:
     if name.startswith("folder:"):
-        return Folder.open(Path(name.removeprefix("folder:")).expanduser(), split, limit=limit, augment=augment)
+        path = Path(name.removeprefix("folder:")).expanduser()
+        return Folder.open(path, selection.files, augment=augment).select(selection)
     data_dir = data_dir if data_dir is not None else os.environ.get("MIMICNORM_DATA") or None
     root = None if data_dir is None else Path(data_dir).expanduser()
     if name == "imagenet":
-        return _imagenet(root, split, limit, augment)
+        return _imagenet(root, selection.files, augment).select(selection)
     known = next((known for known in _KNOWN if known.name == name), None)
     if known is None:
         raise NameNotFoundError(f"there is no data set {name!r}.", name, names())
     if name == "digits":
-        images, labels = _digits(split, limit)
+        images, labels, classes = _digits(selection)
     else:
+        split = selection.files
         files = _hub_files(known, split) if root is None else _local_files(known, split, root)
-        images, labels = read(files, known, limit=limit)
-    about = (name, known.classes, known.shape, "cifar", augment, known.mean, known.std)
+        images, labels, classes = read(files, known, selection)
+    about = (name, classes, known.shape, "cifar", augment, known.mean, known.std)
     return Memory(*about, images, labels, known.pad, known.flip)
 
 
-def _imagenet(root: Path | None, split: Split, limit: int | None, augment: Augment) -> Folder:
+def _imagenet(root: Path | None, split: Split, augment: Augment) -> Folder:
     if root is None:
         raise DataError("imagenet is read from a folder: give data_dir (--data-dir) or set MIMICNORM_DATA")
     path = root / "imagenet" if (root / "imagenet").is_dir() else root
-    source = Folder.open(path, split, limit=limit, augment=augment)
+    source = Folder.open(path, split, augment=augment)
     if source.classes != IMAGENET_CLASSES:
         raise DataError(
             f"{str(path)!r} does not hold imagenet: it has {source.classes} class folders, and imagenet has "
@@ -106,7 +112,7 @@ def _imagenet(root: Path | None, split: Split, limit: int | None, augment: Augme
     return source
 
 
-def _digits(split: Split, limit: int | None) -> tuple[Tensor, Tensor]:
+def _digits(selection: Selection) -> tuple[Tensor, Tensor, int]:
     """Return one in five images of a class, chosen at random but always the same, for testing; else the others."""
     from sklearn.datasets import load_digits
 
@@ -115,9 +121,9 @@ def _digits(split: Split, limit: int | None) -> tuple[Tensor, Tensor]:
     labels = torch.from_numpy(data.target).long()
     test = torch.zeros(len(labels), dtype=torch.bool)
     test[subset(labels, len(labels) // 5)] = True
-    chosen = (test if split == "test" else ~test).nonzero()[:, 0]
-    chosen = chosen[subset(labels[chosen], limit)]
-    return images[chosen], labels[chosen]
+    part = test if selection.files == "test" else ~test
+    chosen, labels, classes = selection.choose(labels[part], 10, "digits")
+    return images[part][chosen], labels, classes
 
 
 def _local_files(known: KnownSet, split: Split, root: Path) -> list[Path]:

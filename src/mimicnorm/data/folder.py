@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import os
 import signal
@@ -17,7 +18,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from mimicnorm.data.counter import uniforms
 from mimicnorm.data.decode import opened
-from mimicnorm.data.source import Augment, Source, spread, subset
+from mimicnorm.data.selection import Selection
+from mimicnorm.data.source import Augment, Source, spread
 from mimicnorm.errors import DataError
 
 ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".tif", ".tiff", ".webp"})
@@ -47,7 +49,7 @@ class Folder(Source):
     _idle: DataLoader | None = field(default=None, init=False, repr=False)
 
     @classmethod
-    def open(cls, path: Path, split: str, *, limit: int | None, augment: Augment, size: int = 224) -> Folder:
+    def open(cls, path: Path, split: str, *, augment: Augment, size: int = 224) -> Folder:
         """List the images of a split; nothing is decoded yet."""
         import PIL.Image  # noqa: F401  # missing packages are noticed before training
 
@@ -59,14 +61,18 @@ class Folder(Source):
         train = path / "train"
         classes = [entry.name for entry in _visible(train if train.is_dir() else root) if entry.is_dir()]
         names, labels = _list_images(root, classes)
-        chosen = subset(labels, limit)
         return cls(
             *(path.name, len(classes), (3, size, size), "imagenet", augment),
             *((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
             root=root,
-            names=np.array([os.fsencode(name) for name in names])[chosen.numpy()],
-            labels=labels[chosen],
+            names=np.array([os.fsencode(name) for name in names]),
+            labels=labels,
         )
+
+    def select(self, selection: Selection) -> Folder:
+        """Return the folder with some of its samples."""
+        chosen, labels, classes = selection.choose(self.labels, self.classes, str(self.root))
+        return dataclasses.replace(self, names=self.names[chosen.numpy()], labels=labels, classes=classes)
 
     def __len__(self) -> int:
         return len(self.labels)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from mimicnorm.data.decode import opened
-from mimicnorm.data.source import spread, subset
+from mimicnorm.data.selection import Selection, subset
+from mimicnorm.data.source import spread
 from mimicnorm.errors import DataError
 
 MANY, OFF = 256, 0.02  # images whose mean identifies a data set, and how far it may be off beside chance
@@ -55,27 +56,33 @@ class KnownSet:
         return DataError(f"{str(where)!r} does not hold {self.name}: {reason}. {self.remedy}")
 
 
-def read(files: Sequence[Path], known: KnownSet, *, limit: int | None) -> tuple[Tensor, Tensor]:
-    """Read images (N, C, H, W) of bytes and labels.
+def read(files: Sequence[Path], known: KnownSet, selection: Selection) -> tuple[Tensor, Tensor, int]:
+    """Read images (N, C, H, W) of bytes and labels; return them with the number of classes.
 
     Args:
         files: in order.
         known: the data set that the files must hold.
-        limit: samples to take, evenly over the classes; only those are decoded.
+        selection: the samples to take; only those are decoded.
     """
     columns = [_columns(file, known) for file in files]
     labels = torch.cat([_labels(file, column[1], known) for file, column in zip(files, columns, strict=True)])
     _require_classes(files[0].parent, {column[2] for column in columns}, labels, known)
-    chosen = subset(labels, limit)
-    images = torch.empty((len(chosen), *known.shape), dtype=torch.uint8)
-    pixels = images.permute(0, 2, 3, 1).numpy()  # a view: what is decoded into it is in images
     starts = list(itertools.accumulate((len(column[0]) for column in columns), initial=0))
-    for target, index in zip(pixels, chosen.tolist(), strict=True):
-        part = bisect.bisect_right(starts, index) - 1
-        row = index - starts[part]
-        _decode(columns[part][0][row].as_py(), f"{files[part]}, row {row}: the image", target, known)
-    _require_mean(files[0].parent, images, known)
-    return images, labels[chosen]
+
+    def decoded(indices: Tensor) -> Tensor:
+        images = torch.empty((len(indices), *known.shape), dtype=torch.uint8)
+        pixels = images.permute(0, 2, 3, 1).numpy()  # a view: what is decoded into it is in images
+        for target, index in zip(pixels, indices.tolist(), strict=True):
+            part = bisect.bisect_right(starts, index) - 1
+            row = index - starts[part]
+            _decode(columns[part][0][row].as_py(), f"{files[part]}, row {row}: the image", target, known)
+        return images
+
+    chosen, chosen_labels, classes = selection.choose(labels, known.classes, known.name)
+    images = decoded(chosen)
+    # some classes are brighter than others: the data set's mean is that of all
+    _require_mean(files[0].parent, images if selection.classes is None else decoded(subset(labels, 4 * MANY)), known)
+    return images, chosen_labels, classes
 
 
 def _columns(file: Path, known: KnownSet) -> tuple[Any, Any, str]:

@@ -11,10 +11,6 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mimicnorm.arguments import positive_int
-from mimicnorm.data.counter import uniforms
-from mimicnorm.errors import DataError
-
 Augment = Literal["standard", "light", "none"]
 
 
@@ -81,25 +77,3 @@ def spread(count: int, most: int) -> Tensor:
     """
     most = min(count, most)
     return torch.arange(most) * count // max(most, 1)
-
-
-def subset(labels: Tensor, limit: int | None) -> Tensor:
-    """Return the indices of at most ``limit`` samples, spread evenly over the classes: the same in every process.
-
-    A larger limit adds samples to those of a smaller one.
-
-    Example:
-        >>> labels = torch.tensor([0, 0, 0, 0, 1, 1])
-        >>> labels[subset(labels, 4)]
-        tensor([0, 0, 1, 1])
-    """
-    if limit is None:
-        return torch.arange(len(labels))
-    limit = positive_int(limit, "limit", error=DataError)
-    order = uniforms(0, 0, torch.arange(len(labels)), 1)[:, 0].argsort()
-    order = order[labels[order].argsort(stable=True)]  # by class, at random within each
-    counts = labels.bincount()
-    starts = counts.cumsum(0) - counts
-    turn = torch.empty_like(order)
-    turn[order] = torch.arange(len(order)) - starts[labels[order]]
-    return order[turn[order].argsort(stable=True)][:limit].sort().values

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from mimicnorm.memory.units import format_bytes
 from mimicnorm.methods import METHODS
 from mimicnorm.report.plots import COLOURS, Bar, bars, curves, element, points_of
-from mimicnorm.report.summary import about_memory, columns, interval, rounds, rows, title
+from mimicnorm.report.summary import about_memory, columns, evaluated_on, interval, rounds, rows, title
 from mimicnorm.surgery.plan import count
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def page(data: dict[str, Any]) -> str:
         colours=COLOURS,
         title=title(data),
         columns=columns(data),
+        images=evaluated_on(data),
         rows=rows(data),
         seeds=count(seeds[0], "seed") if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]} seeds",
         runs_done=sum(len(m["runs"]) for m in methods),

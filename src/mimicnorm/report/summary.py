@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 NOTHING = "-"
+_CALIBRATION = {"test_loss": "loss {:.3f}", "confidence": "conf. {:.1%}", "calibration_error": "ECE {:.1%}"}
 
 
 class Column(NamedTuple):
@@ -27,12 +28,16 @@ def columns(data: dict[str, Any]) -> list[Column]:
     """Return the columns of the summary, without those that are empty for every method."""
     methods = data["methods"]
     first = methods[0]["label"]
+    images = evaluated_on(data)
     known = (
         Column("method", "What was done with BatchNorm; described below.", _name),
         Column(
-            "test\naccuracy, %",
-            "Share of test images classified correctly after the last epoch: mean over seeds ± standard deviation. A "
-            "run whose loss stopped being finite diverged, and is counted as such.",
+            f"{images}\naccuracy, %",
+            f"Share of {images} images classified correctly after the last epoch: mean over seeds ± standard "
+            "deviation. A run whose loss stopped being finite diverged, and is counted as such. Below it, means over "
+            "seeds: loss, the cross entropy; conf., the mean confidence (the probability of the predicted class); "
+            "ECE, the expected calibration error: how far confidence and accuracy are apart, in 15 "
+            "bins of equal width. A calibrated network is as confident as it is accurate.",
             _accuracy,
         ),
         Column(
@@ -68,6 +73,11 @@ def columns(data: dict[str, Any]) -> list[Column]:
         ),
     )
     return [column for column in known if any(column.cell(m) != NOTHING for m in methods)]
+
+
+def evaluated_on(data: dict[str, Any]) -> str:
+    """Say which images accuracies are of: test, or validation if some were held out of the training set."""
+    return "validation" if data["settings"].get("validation") else "test"
 
 
 def rows(data: dict[str, Any]) -> list[list[str]]:
@@ -132,7 +142,8 @@ def title(data: dict[str, Any]) -> str:
     s = data["settings"]
     width = f" (width {s['width']:g})" if s["width"] != 1 else ""
     methods, epochs = count(len(data["methods"]), "method"), count(s["epochs"], "epoch")
-    return f"{s['model']}{width} on {s['data']}: {methods}, {data['data']['train']:,} images, {epochs}"
+    data_set = s["data"] + (f" (classes {s['classes']})" if s.get("classes") else "")
+    return f"{s['model']}{width} on {data_set}: {methods}, {data['data']['train']:,} images, {epochs}"
 
 
 def _name(m: dict[str, Any]) -> str:
@@ -148,6 +159,9 @@ def _accuracy(m: dict[str, Any]) -> str:
     if accuracy["mean"] is not None:
         deviation = "" if accuracy["sd"] is None else f" ± {100 * accuracy['sd']:.2f}"
         lines.append(f"{100 * accuracy['mean']:.2f}{deviation}")
+        measured = m.get("calibration") or {}  # older comparisons have none
+        means = {name: values["mean"] for name, values in measured.items() if values["mean"] is not None}
+        lines += [text.format(means[name]) for name, text in _CALIBRATION.items() if name in means]
     if accuracy["diverged"]:
         steps = sorted(run["step"] for run in m["runs"] if run["status"] == "diverged")
         lines.append(f"{accuracy['diverged']} of {len(m['runs'])} diverged (step {', '.join(map(str, steps))})")

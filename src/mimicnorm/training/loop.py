@@ -20,7 +20,6 @@ from types import FrameType
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mimicnorm import data
@@ -28,6 +27,7 @@ from mimicnorm.arguments import positive_int
 from mimicnorm.errors import NonFiniteError, RecipeError
 from mimicnorm.layers import LastNorm
 from mimicnorm.training.build import network
+from mimicnorm.training.evaluate import evaluate
 from mimicnorm.training.processes import init_process_group
 from mimicnorm.training.progress import Progress
 from mimicnorm.training.recipes import Recipe
@@ -61,7 +61,7 @@ def train(
         recipe: What to train.
         out: The run's folder.
         data_dir: Where the data is; see ``mimicnorm.data.load``.
-        sources: Training and test data to use instead of what the recipe names.
+        sources: Training data, and data to evaluate on, to use instead of what the recipe names.
         progress: Show a bar on a terminal, lines elsewhere.
         tensorboard: Write TensorBoard events, too.
         checkpoint_steps: Steps between checkpoints, which are also saved at the end of each epoch; 0 is never.
@@ -76,6 +76,8 @@ def train(
     positive_int(checkpoint_steps, "checkpoint_steps", least=0, error=RecipeError)
     if not checkpoint_seconds >= 0:
         raise RecipeError(f"{checkpoint_seconds=}: use a number of seconds of at least 0")
+    if sources and (recipe.validation or recipe.classes):
+        raise RecipeError("sources are used as they are: choose classes and hold images out before, not in the recipe")
     with contextlib.ExitStack() as stack:
         processes = stack.enter_context(init_process_group(device))
         folder = stack.enter_context(run_folder(Path(out), recipe, processes.main))
@@ -231,38 +233,21 @@ class _Run:
         return result
 
 
-def evaluate(trainer: Trainer, source: data.Source) -> dict[str, float | None]:
-    """Measure loss and accuracies (fractions) on all images, in eval mode; a loss that is not finite is None."""
-    recipe, processes, model = trainer.recipe, trainer.processes, trainer.bare
-    processes.copy_from_main(*model.buffers())
-    batches = torch.arange(len(source)).split(recipe.micro_batch or recipe.batch)
-    shares = [share for share in map(processes.share, batches) if len(share)]
-    sums = [torch.zeros(3, device=processes.device)]
-    model.eval()
-    try:
-        with torch.no_grad(), trainer.autocast():
-            given = source.batches(shares, seed=recipe.seed, epoch=0, augment=False, device=processes.device)
-            for images, labels in given:
-                logits = model(images.to(memory_format=trainer.format)).float()
-                best = logits.topk(min(5, logits.shape[1])).indices == labels[:, None]
-                loss = F.cross_entropy(logits, labels, reduction="sum")
-                sums.append(torch.stack([loss, best[:, 0].sum().float(), best.sum().float()]))
-    finally:
-        model.train()
-    loss, top1, top5 = (processes.sum(torch.stack(sums).cpu().double().sum(0)) / len(source)).tolist()
-    return {"test_loss": loss if math.isfinite(loss) else None, "top1": top1, "top5": top5}
-
-
 def last_norm_variance(trainer: Trainer) -> Tensor | None:
     """Return the running variance of each class's logits in the last BN (the paper's Appendix B.2), if there is one."""
     return next((m.running_var for m in trainer.bare.modules() if isinstance(m, LastNorm)), None)
 
 
 def load(recipe: Recipe, data_dir: str | Path | None = None) -> Sources:
-    """Load the training and test data that a recipe names."""
-    options = {"data_dir": data_dir, "augment": recipe.augment}
-    train_set = data.load(recipe.data, "train", limit=recipe.limit or None, **options)  # pyrefly: ignore
-    return train_set, data.load(recipe.data, "test", limit=recipe.test_limit or None, **options)  # pyrefly: ignore
+    """Load the training data that a recipe names, and the data to evaluate on.
+
+    That is the test set, or the images held out for validation; the test set is not read then.
+    """
+    options: dict[str, Any] = {"data_dir": data_dir, "augment": recipe.augment}
+    options |= {"classes": recipe.class_indices(), "validation": recipe.validation}
+    train_set = data.load(recipe.data, "train", limit=recipe.limit or None, **options)
+    split = "validation" if recipe.validation else "test"
+    return train_set, data.load(recipe.data, split, limit=recipe.test_limit or None, **options)
 
 
 @contextlib.contextmanager

@@ -83,11 +83,15 @@ class Progress:
 
     def epoch(self, line: dict[str, Any]) -> None:
         """Show an epoch and its evaluation."""
+        evaluated = "validation" if self.recipe.validation else "test"
         loss = "not finite" if line["test_loss"] is None else f"{line['test_loss']:.3f}"
+        sure = ""
+        if line["confidence"] is not None:
+            sure = f" confidence {line['confidence']:.1%} calibration error {line['calibration_error']:.1%}"
         self.say(
             f"epoch {line['epoch']}/{self.recipe.epochs}  train loss {line['train_loss']:.3f} accuracy "
-            f"{line['train_accuracy']:.1%}  test loss {loss} top-1 {line['top1']:.2%} top-5 {line['top5']:.2%}  "
-            f"{line['images_per_second']:.0f} images/s"
+            f"{line['train_accuracy']:.1%}  {evaluated} loss {loss} top-1 {line['top1']:.2%} top-5 {line['top5']:.2%}"
+            f"{sure}  {line['images_per_second']:.0f} images/s"
         )
 
     def say(self, text: str) -> None:

@@ -27,8 +27,10 @@ _CHOICES = {
     "init": INITS,
     "precision": ("fp32", "bf16", "fp16"),
     "augment": ("standard", "light", "none"),
+    "schedule": ("steps", "cosine", "linear"),
+    "optimizer": ("sgd", "adamw"),
 }
-DATA_SETS = ("digits", "mnist", "cifar10", "cifar100", "imagenet")
+DATA_SETS = ("digits", "mnist", "cifar10", "cifar100", "cifar100-coarse", "imagenet")
 """The names that `mimicnorm.data` knows, for checks before torch loads; a test compares them."""
 _ABOVE_ZERO = ("lr", "width", "gamma", "scalar_rate", "classifier_variance")
 _AT_LEAST_ONE = ("batch", "epochs", "log_every")
@@ -47,7 +49,8 @@ class Recipe:
     """A network of mimicnorm.models, timm:NAME, torchvision:NAME, or package.module:factory, a function of the keywords
     num_classes and in_channels."""
     data: str
-    """digits, mnist, cifar10, cifar100, imagenet, or folder:PATH (folders train and val of class folders)."""
+    """digits, mnist, cifar10, cifar100, cifar100-coarse (its 20 coarse labels), imagenet, or folder:PATH (folders train
+    and val of class folders)."""
     method: str = "mimicnorm"
     """What to do with BatchNorm: mimicnorm, weight-mean, last-bn, nonorm, batchnorm, ..."""
     settings: tuple[str, ...] = ()
@@ -61,10 +64,15 @@ class Recipe:
     """The classifier (the layer that makes the logits) starts as N(0, this / fan-in): 2 in the authors' code, 1/3 in
     PyTorch's own layers. Behind a last BN that scale only decides how fast it learns. Networks of other packages
     keep what their makers drew."""
+    classes: str = ""
+    """Use these classes only, such as 0-9 or 0-4,7; they are renumbered from 0 in this order. Empty is all."""
+    validation: float = 0.0
+    """Hold this fraction of the training images out (of each class, the same images for every seed and limit) and
+    evaluate on them; the test set is not read. 0 evaluates on the test set."""
     limit: int = 0
-    """Train on this many images, a fixed subset; 0 is all."""
+    """Train on this many images, a fixed subset, taken after classes and validation; 0 is all."""
     test_limit: int = 0
-    """Test on this many images; 0 is all."""
+    """Evaluate on this many images; 0 is all."""
     augment: Literal["standard", "light", "none"] = "standard"
     """Augmentation of the training images."""
     batch: int = 256
@@ -73,12 +81,15 @@ class Recipe:
     """Images to run at once (exact: see mimicnorm.microbatch); 0 is the whole batch."""
     epochs: int = 150
     """Passes over the training images."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """SGD with momentum, or AdamW; where a recipe is changed to adamw, lr is 0.001 and weight_decay 0.05 unless
+    given."""
     lr: float = 0.1
-    """Learning rate of SGD after the warm-up."""
+    """Learning rate after the warm-up."""
     momentum: float = 0.9
-    """Momentum of SGD."""
+    """Momentum of SGD; AdamW's first beta (the second is 0.999)."""
     weight_decay: float = 5e-4
-    """Weight decay of SGD."""
+    """Weight decay: added to the gradient by SGD; AdamW shrinks weights by this times the learning rate."""
     decay_scalars: bool = True
     """Decay biases, residual scalars and BatchNorm's affine parameters, too, as the paper's authors do."""
     scalar_rate: float | None = None
@@ -86,8 +97,11 @@ class Recipe:
     the others."""
     warmup: float = 2 / 150
     """Fraction of the run in which the learning rate rises linearly from 0."""
+    schedule: Literal["steps", "cosine", "linear"] = "steps"
+    """The learning rate after the warm-up: steps multiplies it by gamma at milestones; cosine and linear anneal it to 0
+    at the last step."""
     milestones: tuple[float, ...] = (80 / 150, 110 / 150, 135 / 150)
-    """Fractions of the run at which the learning rate is multiplied by gamma, such as 0.5 0.75."""
+    """Fractions of the run at which schedule=steps multiplies the learning rate by gamma, such as 0.5 0.75."""
     gamma: float = 0.1
     """Factor on the learning rate at each milestone."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -118,6 +132,9 @@ class Recipe:
             raise RecipeError(f"settings={self.settings!r}: use a tuple of texts NAME=VALUE")
         if self.seed >= 2**63:
             raise RecipeError(f"seed={self.seed}: use a whole number of at least 0 and below 2^63")
+        if self.validation >= 1:
+            raise RecipeError(f"validation={self.validation}: use a fraction of the training set, below 1")
+        self.class_indices()
         if self.momentum >= 1:
             raise RecipeError(f"momentum={self.momentum}: use a number below 1, or no gradient is ever forgotten")
         if self.warmup > 1 or not all(0 < finite(m, "milestones", error=RecipeError) < 1 for m in self.milestones):
@@ -132,6 +149,25 @@ class Recipe:
     def as_dict(self) -> dict[str, Any]:
         """Plain data, as JSON gives it back."""
         return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+
+    def class_indices(self) -> tuple[int, ...] | None:
+        """Return the indices that ``classes`` names; None is all.
+
+        Example:
+            >>> recipe("digits-mlp10", classes="7,0-2").class_indices()
+            (7, 0, 1, 2)
+        """
+        if not self.classes:
+            return None
+        indices: list[int] = []
+        for part in self.classes.split(","):
+            ends = part.strip().split("-")
+            if len(ends) > 2 or not all(end.isdecimal() for end in ends):
+                raise RecipeError(f"classes={self.classes!r}: use class indices and ranges, such as 0-9 or 0-4,7")
+            indices += range(int(ends[0]), int(ends[-1]) + 1)
+        if len(indices) < 2 or len(set(indices)) < len(indices):
+            raise RecipeError(f"classes={self.classes!r}: name at least two classes, each once")
+        return tuple(indices)
 
     def check_names(self) -> None:
         """Check the names of network, data, method and settings without loading torch, which takes seconds."""
@@ -219,7 +255,8 @@ RECIPES: dict[str, Recipe] = _all()
 def recipe(name: str, **changes: Any) -> Recipe:
     """Return a recipe by its name, or from a recipe.json that a run left, with some fields changed.
 
-    Networks of other packages have one width, which is 1 unless ``width`` is given.
+    Networks of other packages have one width, which is 1 unless ``width`` is given. A recipe of SGD that is changed to
+    ``optimizer="adamw"`` gets lr 0.001 and weight_decay 0.05 unless they are given.
 
     Example:
         >>> recipe("cifar100-resnet50", epochs=30).batch
@@ -233,6 +270,8 @@ def recipe(name: str, **changes: Any) -> Recipe:
         raise NameNotFoundError(f"there is no recipe {name!r}.", name, RECIPES)
     if ":" in str(changes.get("model")):
         changes.setdefault("width", 1.0)
+    if changes.get("optimizer") == "adamw" != base.optimizer:
+        changes = {"lr": 1e-3, "weight_decay": 0.05, **changes}
     return dataclasses.replace(base, **changes)
 
 

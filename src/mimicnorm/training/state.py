@@ -2,7 +2,7 @@
 
     recipe.json  data.json                 what the folder was claimed for; anything else is refused
     metrics.jsonl  timing.jsonl            logs; on resume they are cut back to the checkpoint
-    checkpoints/step-*.safetensors         weights, momentum, scaler and `Position`; the newest two
+    checkpoints/step-*.safetensors         weights, optimizer, scaler and `Position`; the newest two
     weights.safetensors  result.json       of a finished run
     .lock                                  locked by the process that trains here
 
@@ -45,9 +45,9 @@ class Result:
     Attributes:
         status: "done", "diverged" (a loss that is not finite, at ``step``), or "interrupted" (saved at ``step``).
         step: Steps taken; of a diverged run, the first step with a loss that is not finite, counted from 1.
-        history: One dict per epoch: epoch (from 1), step, lr, train_loss, train_accuracy, test_loss, top1, top5
-            (fractions), last_norm_variance where there is a LastNorm, seconds and images_per_second of its training
-            part.
+        history: One dict per epoch: epoch (from 1), step, lr, train_loss, train_accuracy, what `evaluate` measures
+            (test_loss, top1, top5, confidence, calibration_error), last_norm_variance where there is a LastNorm,
+            seconds and images_per_second of its training part.
         signal: Of an interrupted run, the number of the signal.
     """
 
@@ -58,7 +58,7 @@ class Result:
 
     @property
     def top1(self) -> float | None:
-        """Test accuracy after the last epoch."""
+        """Accuracy after the last epoch, on the test set or the images held out for validation."""
         return self.history[-1]["top1"] if self.history else None
 
 
@@ -271,12 +271,12 @@ def data_identity(train_set: Source, test_set: Source) -> dict[str, Any]:
 
 
 def _tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """Return weights, statistics and momentum by name."""
+    """Return weights, statistics and the optimizer's state by name."""
     tensors = {f"model.{name}": tensor for name, tensor in trainer.bare.state_dict().items()}
     for number, parameter in enumerate(_parameters(trainer)):
-        buffer = trainer.optimizer.state[parameter].get("momentum_buffer")
-        if buffer is not None:
-            tensors[f"momentum.{number}"] = buffer
+        for key, value in trainer.optimizer.state[parameter].items():
+            if value is not None:  # SGD without momentum
+                tensors[f"optimizer.{number}.{key}"] = value
     return tensors
 
 
@@ -286,10 +286,12 @@ def restore(trainer: Trainer, tensors: dict[str, Tensor], state: dict[str, Any])
     try:
         trainer.bare.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
         for name, values in tensors.items():
-            if name.startswith("momentum."):
-                parameter = parameters[int(name[9:])]
-                buffer = torch.empty_like(parameter, requires_grad=False)  # in the weights' own memory format
-                trainer.optimizer.state[parameter]["momentum_buffer"] = buffer.copy_(values)
+            if name.startswith("optimizer."):
+                number, key = name.split(".")[1:]
+                parameter = parameters[int(number)]
+                if key != "step":  # a counter, in host memory
+                    values = torch.empty_like(parameter, requires_grad=False).copy_(values)  # in its memory format
+                trainer.optimizer.state[parameter][key] = values
     except (RuntimeError, IndexError) as error:  # load_state_dict lists every difference on a line of its own
         reason = str(error).strip().splitlines()[-1].strip()
         raise CheckpointError(

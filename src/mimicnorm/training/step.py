@@ -1,4 +1,4 @@
-"""One step of SGD, in any precision, at once or in micro-batches, on one process or several.
+"""One step of the optimizer, in any precision, at once or in micro-batches, on one process or several.
 
 What a step depends on (learning rate, order of the images, dropout) is a function of the recipe and the step's number,
 so that a resumed run needs no memory of it.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import math
 from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any
@@ -104,8 +105,8 @@ def _would_crash(model: nn.Module) -> bool:
     return any(m.kernel_size == (1, 1) and max(m.stride) > 1 and m.in_channels < 16 for m in layers)
 
 
-def optimizer(recipe: Recipe, parameters: Iterable[Tensor]) -> torch.optim.SGD:
-    """Build the recipe's SGD; parameters are grouped by weight decay and by their factor on the learning rate."""
+def optimizer(recipe: Recipe, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+    """Build the recipe's optimizer; parameters are grouped by weight decay and by their factor on the learning rate."""
     scalar_rate = recipe.resolved().scalar_rate
     groups: dict[tuple[float, Any], list[Tensor]] = {}
     for p in parameters:
@@ -113,6 +114,8 @@ def optimizer(recipe: Recipe, parameters: Iterable[Tensor]) -> torch.optim.SGD:
             decay = recipe.weight_decay if p.dim() > 1 or recipe.decay_scalars else 0.0
             groups.setdefault((decay, scalar_rate if p.numel() == 1 else 1.0), []).append(p)
     settings = [{"params": same, "weight_decay": decay, "rate": rate} for (decay, rate), same in groups.items()]
+    if recipe.optimizer == "adamw":
+        return torch.optim.AdamW(settings, lr=recipe.lr, betas=(recipe.momentum, 0.999))
     return torch.optim.SGD(settings, lr=recipe.lr, momentum=recipe.momentum)
 
 
@@ -122,9 +125,10 @@ def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
-    """Return the learning rate of a step (counted from 0): a linear rise that ends at ``lr``, then steps down.
+    """Return the learning rate of a step (counted from 0): a linear rise that ends at ``lr``, then the schedule.
 
-    The rise counts from the first step, which has 1/n of the rate: a step at rate 0 would be lost.
+    The rise counts from the first step, which has 1/n of the rate: a step at rate 0 would be lost. The schedule steps
+    down at milestones, or anneals from the end of the rise to exactly 0 at the last step.
 
     Example:
         >>> from mimicnorm.training import recipe
@@ -133,7 +137,11 @@ def learning_rate(recipe: Recipe, step: int, steps: int) -> float:
     """
     rise = round(recipe.warmup * steps)
     warm = min(1.0, (step + 1) / rise) if rise else 1.0
-    return recipe.lr * warm * recipe.gamma ** bisect_right(sorted(round(m * steps) for m in recipe.milestones), step)
+    if recipe.schedule == "steps":
+        passed = bisect_right(sorted(round(m * steps) for m in recipe.milestones), step)
+        return recipe.lr * warm * recipe.gamma**passed
+    done = min(max((step + 1 - rise) / max(steps - rise, 1), 0.0), 1.0)
+    return recipe.lr * warm * (1 - done if recipe.schedule == "linear" else (1 + math.cos(math.pi * done)) / 2)
 
 
 def epoch_batches(recipe: Recipe, samples: int, epoch: int) -> list[Tensor]:
