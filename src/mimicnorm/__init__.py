@@ -21,6 +21,7 @@ _WHERE = {
     "check": "surgery.convert",
     "init_": "surgery.convert",
     "Report": "surgery.plan",
+    "param_groups": "layers.param_groups",
     "plan": "surgery.planning",
     "Plan": "surgery.plan",
     "MimicNorm": "methods",
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
         training,
     )
     from mimicnorm.errors import MimicNormError
+    from mimicnorm.layers.param_groups import param_groups
     from mimicnorm.methods import (
         BatchNorm,
         Fixup,

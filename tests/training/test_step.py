@@ -35,7 +35,10 @@ def test_a_step_is_that_of_plain_sgd():
     ours = trainer()
     model = copy.deepcopy(ours.bare)
     images, labels = batch()
-    plain = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    scale = model[-1].last_norm.logit_scale
+    decayed = [p for p in model.parameters() if p is not scale]
+    groups = [{"params": decayed, "weight_decay": 5e-4}, {"params": [scale], "weight_decay": 0.0}]
+    plain = torch.optim.SGD(groups, lr=0.05, momentum=0.9)
     for step in range(3):
         loss, correct = ours.step(images, labels, step)
         plain.zero_grad()
@@ -77,7 +80,10 @@ def test_dropout_depends_on_seed_and_step_alone():
 
 def test_scalars_and_biases_are_decayed_only_if_asked():
     both, weights_only = trainer(), trainer(decay_scalars=False)
-    assert [g["weight_decay"] for g in both.optimizer.param_groups] == [5e-4]
+    decayed, free = both.optimizer.param_groups
+    assert (decayed["weight_decay"], free["weight_decay"]) == (5e-4, 0.0)
+    assert {p.dim() for p in decayed["params"]} == {1, 2, 4}
+    assert free["params"] == [both.bare[-1].last_norm.logit_scale]
     decayed, free = weights_only.optimizer.param_groups
     assert (decayed["weight_decay"], free["weight_decay"]) == (5e-4, 0.0)
     assert {p.dim() for p in decayed["params"]} == {2, 4}

@@ -80,7 +80,8 @@ class Recipe:
     weight_decay: float = 5e-4
     """Weight decay of SGD."""
     decay_scalars: bool = True
-    """Decay biases, residual scalars and BatchNorm's affine parameters, too, as the paper's authors do."""
+    """Decay biases, residual scalars and BatchNorm's affine parameters, too, as the paper's authors do. A logit scale
+    is never decayed."""
     scalar_rate: float | None = None
     """Multiplies the learning rate of scalar parameters; None is what the method's authors use: 0.1 for Fixup, 1 for
     the others."""
@@ -157,7 +158,7 @@ class Recipe:
 
         Example:
             >>> recipe("digits-resnet10", method="weight_mean").resolved().settings
-            ('last_norm=false', 'min_fan_in=12', 'residual="sqrt"')
+            ('last_norm=false', 'logit_scale="auto"', 'min_fan_in=12', 'residual="sqrt"')
         """
         chosen = self.configured_method()
         settings = tuple(f"{k}={json.dumps(v)}" for k, v in sorted(dataclasses.asdict(chosen).items()))
