@@ -57,7 +57,8 @@ def decisions(planned: Plan) -> list[str]:
             f"scale={_digits(s.scale)} v={_digits(s.v)} beta_from={s.beta_from} factor={_digits(s.weight_factor)} "
             f"output_factor={_digits(s.factor)} learns_gain={int(s.learns_gain)} raw={int(raw)}"
         )
-    lines += [f"head {h.name} outputs={h.outputs} dim={h.dim}" for h in planned.heads]
+    scaled = {True: " logit_scale", False: ""}
+    lines += [f"head {h.name} outputs={h.outputs} dim={h.dim}{scaled[h.logit_scale]}" for h in planned.heads]
     lines += [f"gate {name}" for name in planned.gates]
     lines += [f"refused {r.name}" for r in planned.refusals]
     return [*lines, f"init {planned.init}"]

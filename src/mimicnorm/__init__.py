@@ -22,6 +22,7 @@ _WHERE = {
     "init_": "surgery.convert",
     "project_": "layers",
     "Report": "surgery.plan",
+    "param_groups": "layers.param_groups",
     "plan": "surgery.planning",
     "Plan": "surgery.plan",
     "MimicNorm": "methods",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     )
     from mimicnorm.errors import MimicNormError
     from mimicnorm.layers import project_
+    from mimicnorm.layers.param_groups import param_groups
     from mimicnorm.methods import (
         BatchNorm,
         Fixup,

@@ -18,7 +18,7 @@ def test_every_field_of_a_recipe_is_a_flag_and_its_file_a_recipe(tmp_path, capsy
     assert tiny.command(tmp_path / "run", *words) == 0
     assert "done at step 7, top-1" in capsys.readouterr().out
     written = json.loads((tmp_path / "run" / "recipe.json").read_text())
-    settings = ["last_norm=true", "min_fan_in=1", 'residual="linear"']
+    settings = ['centre="backward"', "last_norm=true", 'logit_scale="auto"', "min_fan_in=1", 'residual="linear"']
     changed = {"epochs": 1, "milestones": [], "settings": settings, "channels_last": False, "scalar_rate": 1.0}
     assert written == {**tiny.recipe().as_dict(), **changed}
     assert main(["train", str(tmp_path / "run" / "recipe.json"), "--out", str(tmp_path / "again")]) == 0

@@ -126,7 +126,7 @@ def test_the_least_fan_in_of_centred_layers_follows_the_width(changes, expected)
 
 def test_a_resolved_recipe_names_every_setting_and_resolves_to_itself():
     r = recipe("digits-resnet10", settings=("residual=None",)).resolved()
-    assert r.settings == ("last_norm=true", "min_fan_in=12", "residual=null")
+    assert r.settings == ('centre="backward"', "last_norm=true", 'logit_scale="auto"', "min_fan_in=12", "residual=null")
     assert r.resolved() == r
     assert recipe("digits-resnet10", method="fixup").resolved().scalar_rate == 0.1
     with pytest.raises(RecipeError, match="'gain=2' is not a NAME=VALUE that mimicnorm has"):

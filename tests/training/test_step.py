@@ -48,7 +48,9 @@ def test_a_step_is_that_of_the_plain_optimizer(changes, make):
     ours = trainer(**changes)
     model = copy.deepcopy(ours.bare)
     images, labels = batch()
-    plain = make(model.parameters())
+    scale = model[-1].last_norm.logit_scale
+    decayed = [p for p in model.parameters() if p is not scale]
+    plain = make([{"params": decayed}, {"params": [scale], "weight_decay": 0.0}])
     for step in range(3):
         loss, correct = ours.step(images, labels, step)
         plain.zero_grad()
@@ -90,7 +92,10 @@ def test_dropout_depends_on_seed_and_step_alone():
 
 def test_scalars_and_biases_are_decayed_only_if_asked():
     both, weights_only = trainer(), trainer(decay_scalars=False)
-    assert [g["weight_decay"] for g in both.optimizer.param_groups] == [5e-4]
+    decayed, free = both.optimizer.param_groups
+    assert (decayed["weight_decay"], free["weight_decay"]) == (5e-4, 0.0)
+    assert {p.dim() for p in decayed["params"]} == {1, 2, 4}
+    assert free["params"] == [both.bare[-1].last_norm.logit_scale]
     decayed, free = weights_only.optimizer.param_groups
     assert (decayed["weight_decay"], free["weight_decay"]) == (5e-4, 0.0)
     assert {p.dim() for p in decayed["params"]} == {2, 4}

@@ -81,7 +81,7 @@ def memory_of(trainer: Trainer, source: Source) -> dict[str, Any]:
             model,
             images,
             loss=lambda logits: mean_loss(logits, logits.new_zeros(len(logits), dtype=torch.long)),
-            optimizer=lambda parameters: optimizer(recipe, parameters),
+            optimizer=lambda parameters: optimizer(recipe, nn.ParameterList(parameters)),
             autocast=DTYPES.get(recipe.precision),
             micro_batch=recipe.micro_batch or None,
         )

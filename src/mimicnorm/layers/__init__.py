@@ -18,7 +18,6 @@ from mimicnorm.layers.reweight import (
 from mimicnorm.layers.weight import autocast_dtype, centre
 from mimicnorm.layers.weight_mean import (
     OFF_CENTRE,
-    SMALL,
     WeightMean,
     WeightMeanConv1d,
     WeightMeanConv2d,

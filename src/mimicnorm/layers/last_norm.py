@@ -64,18 +64,23 @@ def advising(what: str) -> contextlib._GeneratorContextManager[None]:
 
 
 class LastNorm(_BatchNorm):
-    """Normalise each class's logits over the batch; no affine parameters (Section "Last BN Layer").
+    """Normalise each class's logits over the batch; no affine parameters per class (Section "Last BN Layer").
 
     In training mode the batch is that of all ranks when ``torch.distributed`` is initialised, whatever share each
     has of it; every rank must take part then.
+
+    With ``logit_scale``, one learned scalar multiplies the normalised logits of all classes. A state dict from before
+    the scalar existed loads as a scalar of 1, which is what it was.
 
     Args:
         num_classes: The number of logits per sample.
         dim: Where the classes are: 1 after a convolution, -1 after a linear layer.
         eps: Added to the variance.
         momentum: Weight of the new batch in the running statistics; None averages all batches alike.
+        logit_scale: Whether it has that scalar. Exempt it from weight decay: ``mimicnorm.param_groups``.
 
     Attributes:
+        logit_scale: The scalar, of shape (1,), starting at 1; or None.
         intercept: Called with the logits in place of the normalisation, if set; for ``mimicnorm.microbatch``.
 
     Example:
@@ -89,9 +94,11 @@ class LastNorm(_BatchNorm):
         dim: int = 1,
         eps: float = 1e-5,
         momentum: float | None = 0.1,
+        logit_scale: bool = False,
         **factory: Any,
     ):
         super().__init__(num_classes, eps, momentum, affine=False, **factory)
+        self.register_parameter("logit_scale", nn.Parameter(torch.ones(1, **factory)) if logit_scale else None)
         self.dim = dim
         self.intercept: Callable[[Tensor], Tensor] | None = None
         self._accumulation = _Accumulation()
@@ -114,6 +121,23 @@ class LastNorm(_BatchNorm):
             self._accumulation.watch(input, output, self.num_features)
         return output
 
+    @property
+    def weight(self) -> Tensor | None:  # pyrefly: ignore
+        """The scalar as BatchNorm's gamma: multiplying afterwards would save the normalised logits for backward."""
+        # Not expand: on the CPU, torch 2.13 reads gamma as contiguous in the backward pass of (samples, classes).
+        return None if self.logit_scale is None else self.logit_scale.repeat(self.num_features)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Read a pickle from before the scalar existed."""
+        super().__setstate__(state)
+        self._parameters.setdefault("logit_scale", None)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:  # pyrefly: ignore
+        statistics = state_dict.get(f"{prefix}running_mean")
+        if self.logit_scale is not None and statistics is not None:
+            state_dict.setdefault(f"{prefix}logit_scale", statistics.new_ones(1))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def _require_two(self, values: float, shape: torch.Size) -> None:
         if values < 2:
             raise MicroBatchError(
@@ -126,7 +150,8 @@ class LastNorm(_BatchNorm):
 
     def extra_repr(self) -> str:
         """Show classes and where they are."""
-        return f"{self.num_features}, dim={self.dim}, eps={self.eps}, momentum={self.momentum}"
+        scaled = "" if self.logit_scale is None else ", logit_scale=True"
+        return f"{self.num_features}, dim={self.dim}, eps={self.eps}, momentum={self.momentum}{scaled}"
 
 
 def _require_whole() -> None:
@@ -180,12 +205,14 @@ def _over_all_ranks(norm: LastNorm, x: Tensor) -> Tensor:
     wide = widened(x)
     others = [d for d in range(x.dim()) if d != 1]
     values = x.numel() // max(x.shape[1], 1)
-    sums = _SumOverRanks.apply(torch.cat([wide.sum(others), wide.new_full((1,), values)]))
-    count = sums[-1].detach()
+    scale = wide.new_ones(1) if norm.logit_scale is None else norm.logit_scale.to(wide.dtype)
+    # The scalar is averaged over the ranks, hence its gradient: inside a loss, nobody else does that.
+    sums = _SumOverRanks.apply(torch.cat([wide.sum(others), wide.new_full((1,), values), scale]))
+    count, scale = sums[-2].detach(), sums[-1] / world_size()
     if values < 2:  # where the total is below two, every rank looks, and all raise together
         norm._require_two(count.item(), x.shape)
     along = [1, -1] + [1] * (x.dim() - 2)
-    mean = sums[:-1] / count
+    mean = sums[:-2] / count
     centred = wide - mean.reshape(along)
     # The squares are summed around the mean, in a second reduction: sums of raw squares would cancel.
     var = _SumOverRanks.apply(centred.square().sum(others)) / count
@@ -195,7 +222,7 @@ def _over_all_ranks(norm: LastNorm, x: Tensor) -> Tensor:
         with torch.no_grad():
             norm.running_mean.lerp_(mean.to(norm.running_mean.dtype), factor)
             norm.running_var.lerp_((var * (count / (count - 1))).to(norm.running_var.dtype), factor)
-    return (centred * torch.rsqrt(var + norm.eps).reshape(along)).to(x.dtype)
+    return (centred * (scale * torch.rsqrt(var + norm.eps)).reshape(along)).to(x.dtype)
 
 
 # -- batches that come in pieces ---------------------------------------------------------------------------------

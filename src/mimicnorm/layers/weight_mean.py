@@ -22,10 +22,6 @@ from mimicnorm.layers.weight import Centring, by_output, centre_rows, wants_plai
 OFF_CENTRE = 1e-3
 """Rows up to this far off centre (see ``off_centre``) count as centred: rounding moves them by 1e-5 in a long run."""
 
-SMALL = 2**14
-"""Weights of up to this many elements are multiplied by their scalar, and the product is saved for backward: 64 KiB. The
-autograd function, which saves no product, takes a tenth of a millisecond longer."""
-
 
 class WeightMean(Reweighted):
     """A layer whose weights are centred per output channel (Section "Weight Mean Operation").
@@ -42,18 +38,16 @@ class WeightMean(Reweighted):
         return "weight_mean" if self.centring == "forward" else "weight_mean (backward)"
 
     def own_weight(self) -> Tensor | None:
-        """Return W as it is, or times a scalar where W is small; a hook on W centres its gradient."""
-        if self.centring == "forward":
+        """Return W if it is applied as it is; then a hook on it centres its gradient."""
+        if self.centring == "forward" or self.residual_scale is not None:
             return None
-        weight, scale = self.weight, self.residual_scale
-        if scale is not None and weight.numel() > SMALL:
-            return None
+        weight = self.weight
         if weight.requires_grad and torch.is_grad_enabled():
             # A computed weight (parametrization, functional_call) may be another tensor at the next access.
             if not weight.is_leaf or torch.compiler.is_compiling() or wants_plain_expression():
                 return None
             _centre_gradient_of(weight, self.weight_groups)
-        return weight if scale is None else weight * scale
+        return weight
 
     @torch.no_grad()
     def project_(self) -> None:

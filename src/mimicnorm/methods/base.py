@@ -73,6 +73,15 @@ class Method:
     min_fan_in: ClassVar[int] = 1
     last_norm: ClassVar[bool] = False
 
+    def scales_logits(self, outputs: int, dense: bool) -> str:
+        """Return why a learned scalar multiplies the logits behind a last BN, or an empty string.
+
+        Args:
+            outputs: How many classes there are.
+            dense: Whether a sample has many predictions: one per pixel or token.
+        """
+        return ""
+
     # -- residual branches ---------------------------------------------------------------------
 
     def branches(self, candidates: list[Branch]) -> list[Branch]:

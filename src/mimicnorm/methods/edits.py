@@ -109,9 +109,14 @@ class NormEdit(Edit):
 
 @dataclass(frozen=True, kw_only=True)
 class HeadEdit(Edit):
-    """A module whose ``outputs`` class scores, along dimension ``dim``, get a LastNorm."""
+    """A module whose ``outputs`` class scores, along dimension ``dim``, get a LastNorm.
+
+    Attributes:
+        logit_scale: Whether a learned scalar multiplies the normalised scores.
+    """
 
     role: str = "head"
     action: str = "last norm"
     outputs: int
     dim: int
+    logit_scale: bool = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
@@ -14,6 +15,24 @@ if TYPE_CHECKING:
     from mimicnorm.surgery.residual import Branch
 
 Residual = Literal["sqrt", "linear"] | None
+LogitScale = Literal["auto"] | bool
+
+CONFIDENT = 0.99
+"""``logit_scale="auto"``: the probability that balanced classes must be able to reach without a logit scale. It leaves
+the scale out from 80 classes on; 0.999 would from 140 on, math.inf never."""
+
+
+def most_confident(classes: int) -> float:
+    """Return the largest mean probability (a geometric mean) that unit-variance logits give the right class.
+
+    For balanced classes, whose logits are at most classes / sqrt(classes - 1) apart: docs/theory.md.
+
+    Example:
+        >>> [round(most_confident(classes), 3) for classes in (2, 10, 100)]
+        [0.881, 0.757, 0.996]
+    """
+    others = classes - 1
+    return 1 / (1 + others * math.exp(-classes / math.sqrt(others)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,13 +42,24 @@ class _Paper(Method):
     residual: Residual = None
     min_fan_in: int = 50  # pyrefly: ignore
     last_norm: bool = False  # pyrefly: ignore
+    logit_scale: LogitScale = "auto"
 
     def __post_init__(self) -> None:
         if self.residual not in ("sqrt", "linear", None):
             self._refuse("residual", '"sqrt", "linear" or None')
         if not isinstance(self.last_norm, bool):
             self._refuse("last_norm", "True or False")
+        if self.logit_scale != "auto" and not isinstance(self.logit_scale, bool):
+            self._refuse("logit_scale", '"auto", True or False')
         positive_int(self.min_fan_in, f"{type(self).__name__}: min_fan_in")
+
+    def scales_logits(self, outputs: int, dense: bool) -> str:
+        if self.logit_scale != "auto":
+            return "logit_scale=True" if self.logit_scale else ""
+        if dense:
+            return "pixels or tokens are rarely balanced over the classes"
+        reached = most_confident(outputs)
+        return f"unit variance lets balanced classes reach a probability of {reached:.3f}" * (reached < CONFIDENT)
 
     def branch_scale(self, v: float, /) -> float | None:
         if self.residual is None:
@@ -79,6 +109,10 @@ class MimicNorm(_Centred):
         centre: "forward" centres weights in every forward, which is right for every optimizer. "backward" centres them
             once and then their gradients alone: faster, and the same steps under SGD with momentum and weight decay.
             Under Adam, value clipping or added noise, call ``mn.project_(model)`` after each step.
+        logit_scale: Multiply the normalised logits by one learned scalar that starts at 1. "auto": where unit variance
+            does not let balanced classes reach a probability of 0.99 (fewer than 80 classes), and where a sample has
+            many predictions (pixels, tokens). False is the paper. Exempt it from weight decay:
+            ``mimicnorm.param_groups``.
 
     Example:
         >>> MimicNorm(residual="linear").name
@@ -87,6 +121,11 @@ class MimicNorm(_Centred):
 
     name = "mimicnorm"
     last_norm: bool = True
+
+    @classmethod
+    def paper(cls) -> MimicNorm:
+        """The settings of the paper's authors, whatever the defaults are."""
+        return cls(residual="sqrt", min_fan_in=50, last_norm=True, logit_scale=False, centre="forward")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,9 +87,15 @@ class WholeBatch:
             self.normed = self.norm.forward(self.raw.movedim(1, self.dim)).movedim(self.dim, 1)
 
     def gradient(self, parts: list[Tensor]) -> list[Tensor]:
-        """Go from dL/dnormed to dL/draw, for each micro-batch; this communicates, too."""
-        (grad,) = torch.autograd.grad(self.normed, self.raw, self.joined(parts))
-        return self.pieces(grad)
+        """Go from dL/dnormed to dL/draw, for each micro-batch; this communicates, too.
+
+        The logit scale gets its gradient here, that of the whole batch.
+        """
+        scale = self.norm.logit_scale
+        inputs = [self.raw] if scale is None or not scale.requires_grad else [self.raw, scale]
+        torch.autograd.backward(self.normed, self.joined(parts), inputs=inputs)
+        assert self.raw.grad is not None
+        return self.pieces(self.raw.grad)
 
     def joined(self, parts: list[Tensor]) -> Tensor:
         """Join what the micro-batches have, in the shape of ``raw``."""

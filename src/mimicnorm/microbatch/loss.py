@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from mimicnorm.layers import LastNorm
+from mimicnorm.methods import LastBN
+from mimicnorm.methods.mimicnorm import LogitScale
 
 
 class LastNormCrossEntropy(nn.CrossEntropyLoss):
@@ -19,6 +21,9 @@ class LastNormCrossEntropy(nn.CrossEntropyLoss):
         num_classes: The number of logits per sample.
         eps: Of the LastNorm.
         momentum: Of the LastNorm.
+        logit_scale: Of the LastNorm; "auto" is on below 80 classes, as in ``MimicNorm`` (give True where a sample has
+            many predictions). It is a parameter of the loss, which the optimizer needs, too:
+            ``mimicnorm.param_groups(model, loss_fn, weight_decay=...)``.
         **cross_entropy: As for ``nn.CrossEntropyLoss``: weight, ignore_index, reduction, label_smoothing.
 
     Example:
@@ -28,9 +33,18 @@ class LastNormCrossEntropy(nn.CrossEntropyLoss):
         True
     """
 
-    def __init__(self, num_classes: int, *, eps: float = 1e-5, momentum: float | None = 0.1, **cross_entropy: Any):
+    def __init__(
+        self,
+        num_classes: int,
+        *,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        logit_scale: LogitScale = "auto",
+        **cross_entropy: Any,
+    ):
         super().__init__(**cross_entropy)
-        self.last_norm = LastNorm(num_classes, eps=eps, momentum=momentum)
+        scaled = bool(LastBN(logit_scale=logit_scale).scales_logits(num_classes, dense=False))
+        self.last_norm = LastNorm(num_classes, eps=eps, momentum=momentum, logit_scale=scaled)
 
     def normalise(self, logits: Tensor) -> Tensor:
         """The logits as the loss sees them."""

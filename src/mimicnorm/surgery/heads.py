@@ -186,17 +186,14 @@ def head_at(node: Node, name: str) -> Head | None:
     return Head(name, width, dim)
 
 
-def reaches_output(node: Node) -> bool:
-    """Tell whether a tensor, or what is made from it without further layers, is an output."""
+def outputs_from(node: Node) -> list[Node]:
+    """Return the outputs that a tensor is, or that are made from it without further layers."""
     front, seen = [node], {node}
     while front:
-        current = front.pop()
-        if current.is_output:
-            return True
-        onward = [u for u in current.users if u.kind is not Kind.LAYER and u not in seen]
+        onward = [u for u in front.pop().users if u.kind is not Kind.LAYER and u not in seen]
         seen.update(onward)
         front += onward
-    return False
+    return [n for n in seen if n.is_output]
 
 
 def head_layer(node: Node) -> str | None:
@@ -234,8 +231,25 @@ def choose(model: nn.Module, graph: Graph, head: str | Sequence[str] | None, pla
         for h in chosen:
             module = model.get_submodule(h.module)
             _check(module, h.module, graph, [other.module for other in chosen], plan)
-            plan.heads.append(HeadEdit(name=h.module, kind=type(module).__name__, outputs=h.outputs, dim=h.dim))
+            why = plan.method.scales_logits(h.outputs, _is_dense(h, graph))
+            plan.heads.append(
+                HeadEdit(
+                    name=h.module,
+                    kind=type(module).__name__,
+                    outputs=h.outputs,
+                    dim=h.dim,
+                    logit_scale=bool(why),
+                    why=why,
+                )
+            )
     return names | {h.module for h in chosen}
+
+
+def _is_dense(head: Head, graph: Graph) -> bool:
+    """Tell whether a head makes several predictions per sample: of pixels or tokens, which are not averaged."""
+    nodes = [n for n in graph.nodes if n.layer == head.module or head.module in n.made_by]
+    shapes = [output.shape for n in nodes for output in outputs_from(n)]
+    return any(len(s) > 2 and s.numel() > s[0] * head.outputs for s in shapes)
 
 
 def _are_class_scores(evident: Heads, plan: Plan) -> bool:
@@ -278,7 +292,7 @@ def _named(model: nn.Module, graph: Graph, name: str, plan: Plan, names: set[str
         plan.refuse(name, "head= names a module that returned no tensor in the example's forward", "Name another")
         return None
     made = next((n for n in nodes if n.layer == name), nodes[0])
-    if not any(map(reaches_output, nodes)) and not is_batch_norm(modules[name]):
+    if not any(map(outputs_from, nodes)) and not is_batch_norm(modules[name]):
         plan.refuse(name, "head= names a module whose output goes into further layers", "Name the last one")
         return None
     inside = head_layer(made)  # of a container, the layer in it that makes the logits

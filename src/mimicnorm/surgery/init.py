@@ -59,6 +59,8 @@ def initialise(model: nn.Module, steps: Plan, init: str, example: Any) -> None:
         for m in modules.values():
             if isinstance(m, LastNorm):
                 m.reset_running_stats()
+                if m.logit_scale is not None:
+                    m.logit_scale.fill_(1.0)
         for step, m in planned:
             _reset(m, step.scale, step.start == "keep")
         for n in steps.norms:

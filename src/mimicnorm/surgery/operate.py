@@ -148,8 +148,12 @@ class _Surgeon:
 
     def last_norm(self, head: nn.Module, edit: HeadEdit) -> None:
         like = next((p for p in head.parameters() if p.is_floating_point()), torch.empty(0))
-        norm = LastNorm(edit.outputs, edit.dim, device=like.device, dtype=like.dtype)
+        norm = LastNorm(edit.outputs, edit.dim, logit_scale=edit.logit_scale, device=like.device, dtype=like.dtype)
         norm.train(head.training)
+        if norm.logit_scale is not None:
+            norm.logit_scale.requires_grad_(like.requires_grad)
+            key = _key(edit.name, "last_norm.logit_scale")
+            self.report.new_parameters += [(key, norm.logit_scale)] * like.requires_grad
         last_norm_(head, norm)
 
     def _new(self, key: str, value: float, like: Tensor, size: int = 1, trains: bool | None = None) -> Parameter:

@@ -128,6 +128,12 @@ class Plan:
                 f"last BN: takes the outputs of {names} for class scores that a cross entropy is trained on; for "
                 "anything else (regression, a discriminator) use last_norm=False"
             )
+        lines += [
+            f"logit scale: one learned scalar, from 1, multiplies the normalised outputs of {h.name or '(root)'} "
+            f"({h.why}); exempt it from weight decay with mimicnorm.param_groups"
+            for h in self.heads
+            if h.logit_scale
+        ]
         if self.init_why:
             lines.append(f"initial weights: {self.init or 'unchanged'} ({self.init_why})")
         lines += [f"note: {n}" for n in self.notes]
@@ -179,6 +185,7 @@ def _row(edit: Edit) -> tuple[str, ...]:
         action += f" x{edit.scale:.3f}" if edit.scale is not None else ""
         why = f"fed by {edit.fed_by}" + (f"; {why}" if why else "")
     elif isinstance(edit, HeadEdit):
+        action += " and logit scale" if edit.logit_scale else ""
         why = count(edit.outputs, "output")
     return edit.name or "(root)", f"{edit.kind}, {edit.role}", action, fan_in, gain, v, why
 

@@ -91,7 +91,8 @@ class Recipe:
     weight_decay: float = 5e-4
     """Weight decay: added to the gradient by SGD; AdamW shrinks weights by this times the learning rate."""
     decay_scalars: bool = True
-    """Decay biases, residual scalars and BatchNorm's affine parameters, too, as the paper's authors do."""
+    """Decay biases, residual scalars and BatchNorm's affine parameters, too, as the paper's authors do. A logit scale
+    is never decayed."""
     scalar_rate: float | None = None
     """Multiplies the learning rate of scalar parameters; None is what the method's authors use: 0.1 for Fixup, 1 for
     the others."""
@@ -180,20 +181,23 @@ class Recipe:
         """Build the method with its settings.
 
         Below full width, the least fan-in of a centred layer is multiplied by the width unless it is given: the
-        authors' 50 is meant for layers of full width (docs/compare.md).
+        authors' 50 is meant for layers of full width (docs/compare.md). Under SGD, weights are centred in the backward
+        pass.
 
         Example:
             >>> recipe("cifar100-resnet18-desk").configured_method().min_fan_in
             12
         """
-        return _method(self.method, self.settings, 1.0 if ":" in self.model else self.width)
+        # Both take the same steps under SGD, and backward is faster.
+        place = {"centre": "backward" if self.optimizer == "sgd" else "forward"}
+        return _method(self.method, self.settings, 1.0 if ":" in self.model else self.width, place)
 
     def resolved(self) -> Recipe:
         """Write out what the method decides by default, so that a changed default makes another recipe.
 
         Example:
             >>> recipe("digits-resnet10", method="weight_mean").resolved().settings
-            ('last_norm=false', 'min_fan_in=12', 'residual="sqrt"')
+            ('centre="backward"', 'last_norm=false', 'logit_scale="auto"', 'min_fan_in=12', 'residual="sqrt"')
         """
         chosen = self.configured_method()
         settings = tuple(f"{k}={json.dumps(v)}" for k, v in sorted(dataclasses.asdict(chosen).items()))
@@ -206,12 +210,12 @@ class Recipe:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _method(name: str, settings: tuple[str, ...], width: float) -> Method:
+def _method(name: str, settings: tuple[str, ...], width: float, defaults: dict[str, Any]) -> Method:
     from mimicnorm.methods import method
 
     default = method(name)
     fields = {f.name for f in dataclasses.fields(default)}
-    changes: dict[str, Any] = {}
+    changes = {field: value for field, value in defaults.items() if field in fields}
     if width < 1 and default.weights == "centre":
         changes["min_fan_in"] = max(1, int(default.min_fan_in * width))
     for setting in settings:

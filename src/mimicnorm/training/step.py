@@ -10,7 +10,6 @@ import hashlib
 import inspect
 import math
 from bisect import bisect_right
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mimicnorm import microbatch
 from mimicnorm.errors import MicroBatchError, NonFiniteError
+from mimicnorm.layers.param_groups import param_groups
 from mimicnorm.training.processes import Processes
 from mimicnorm.training.recipes import Recipe
 
@@ -46,7 +46,7 @@ class Trainer:
         last = recipe.channels_last and not (processes.device.type == "cpu" and _would_crash(model))
         self.format = torch.channels_last if last else torch.contiguous_format
         self.bare = model.to(processes.device).to(memory_format=self.format).train()  # pyrefly: ignore
-        self.optimizer = optimizer(recipe, model.parameters())
+        self.optimizer = optimizer(recipe, model)
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.precision == "fp16")
         self.model: Any = torch.compile(self.bare) if recipe.compile else self.bare
         if processes.size > 1:  # statistics differ only in BatchNorms; evaluation takes the main process's
@@ -105,14 +105,14 @@ def _would_crash(model: nn.Module) -> bool:
     return any(m.kernel_size == (1, 1) and max(m.stride) > 1 and m.in_channels < 16 for m in layers)
 
 
-def optimizer(recipe: Recipe, parameters: Iterable[Tensor]) -> torch.optim.Optimizer:
+def optimizer(recipe: Recipe, model: nn.Module) -> torch.optim.Optimizer:
     """Build the recipe's optimizer; parameters are grouped by weight decay and by their factor on the learning rate."""
     scalar_rate = recipe.resolved().scalar_rate
     groups: dict[tuple[float, Any], list[Tensor]] = {}
-    for p in parameters:
-        if p.requires_grad:
-            decay = recipe.weight_decay if p.dim() > 1 or recipe.decay_scalars else 0.0
-            groups.setdefault((decay, scalar_rate if p.numel() == 1 else 1.0), []).append(p)
+    for group in param_groups(model, weight_decay=recipe.weight_decay, decay_scalars=recipe.decay_scalars):
+        for p in group["params"]:
+            rate = scalar_rate if p.numel() == 1 else 1.0
+            groups.setdefault((group["weight_decay"], rate), []).append(p)
     settings = [{"params": same, "weight_decay": decay, "rate": rate} for (decay, rate), same in groups.items()]
     if recipe.optimizer == "adamw":
         return torch.optim.AdamW(settings, lr=recipe.lr, betas=(recipe.momentum, 0.999))
