@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from mimicnorm.layers import LastNorm
+from mimicnorm.layers.param_groups import param_groups
 
 SHAPES = [((32, 5), 1), ((32, 5), -1), ((6, 5, 4, 4), 1), ((6, 7, 5), -1), ((6, 5, 3), 1)]
 
@@ -126,3 +127,19 @@ def test_compiled_and_exported():
 def test_its_repr_shows_it():
     assert "logit_scale=True" in repr(scaled())
     assert "logit_scale" not in repr(LastNorm(5))
+
+
+def test_sgd_takes_it_where_rare_classes_need_it():
+    """Four classes, one of 92 %: a cross entropy of 0.01 needs a scale of 9.5 (theory.last_norm_floor)."""
+    torch.manual_seed(0)
+    labels = torch.arange(4).repeat_interleave(torch.tensor([1840, 80, 40, 40]))
+    features = torch.randn(4, 32)[labels] + 0.3 * torch.randn(2000, 32)
+    net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 4), LastNorm(4, logit_scale=True))
+    optimizer = torch.optim.SGD(param_groups(net, weight_decay=5e-4), lr=0.1, momentum=0.9)
+    for _ in range(500):
+        optimizer.zero_grad()
+        loss = nn.functional.cross_entropy(net(features), labels)
+        loss.backward()
+        optimizer.step()
+    assert 9 < net[3].logit_scale.item() < 20
+    assert loss.item() < 0.01
