@@ -32,6 +32,7 @@ from mimicnorm.theory import (
     figures,
     gain,
     kernels,
+    last_norm_floor,
     montecarlo,
     residual_kernels,
 )
@@ -270,6 +271,16 @@ def speed() -> dict:
     }
 
 
+def confidence() -> dict:
+    """How far a last BN lets the cross entropy fall: balanced classes, and one of four that has 92 %."""
+    imbalanced = [276, 8, 8, 8]
+    return {
+        "balanced": {classes: last_norm_floor([1] * classes) for classes in (2, 10, 20, 80, 100, 1000)},
+        "92_percent": last_norm_floor(imbalanced),
+        "92_percent_by_scale": {scale: last_norm_floor(imbalanced, scale) for scale in (5, 10, 15, 20)},
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data-dir")
@@ -301,6 +312,7 @@ def main() -> None:
         "agreement_again": lambda: asdict(
             montecarlo.tangent_kernel(Transition("straight", "erf"), 1.0, 50, outputs=1, count=64, seed=5000)
         ),
+        "confidence": confidence,
         "speed": speed,
     }
     out = Path(options.out)

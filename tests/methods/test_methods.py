@@ -12,7 +12,7 @@ from torch import nn
 
 import mimicnorm as mn
 from mimicnorm.errors import CheckError, ExampleError, InitError, MimicNormError, NameNotFoundError, RefusedError
-from mimicnorm.methods import METHODS, BatchNorm, Fixup, GroupNormWS, MimicNorm, ScaledWS, SkipInit, method
+from mimicnorm.methods import METHODS, BatchNorm, Fixup, GroupNormWS, LastBN, MimicNorm, ScaledWS, SkipInit, method
 
 
 def test_methods_by_name_and_frozen():
@@ -32,6 +32,9 @@ def test_wrong_names_and_fields_say_what_to_use():
         method("mimik")
     with pytest.raises(MimicNormError, match='"sqrt"'):
         MimicNorm(residual="cube")
+    for wrong in ("yes", None, 2.0):
+        with pytest.raises(MimicNormError, match=r'logit_scale=.*use "auto", True or False'):
+            LastBN(logit_scale=wrong)
     with pytest.raises(MimicNormError, match="min_fan_in=0"):
         MimicNorm(min_fan_in=0)
     for wrong in (lambda: SkipInit(alpha=float("nan")), lambda: ScaledWS(alpha=0), lambda: ScaledWS(skip_gain="no")):
@@ -47,6 +50,12 @@ def test_branch_scale():
     assert MimicNorm(residual=None).branch_scale(4.0) is None
     assert (Fixup().branch_scale(4.0), SkipInit(alpha=0.5).branch_scale(4.0)) == (1.0, 0.5)
     assert GroupNormWS().branch_scale(4.0) is None
+
+
+def test_the_papers_settings_do_not_follow_the_defaults():
+    assert dataclasses.asdict(MimicNorm.paper()) == {
+        "residual": "sqrt", "min_fan_in": 50, "last_norm": True, "logit_scale": False
+    }  # fmt: skip
 
 
 OTHERS = [Fixup(), SkipInit(), GroupNormWS(), ScaledWS(), ScaledWS(skip_gain=1.0)]

@@ -18,7 +18,17 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 sys.path.insert(0, str(Path(__file__).parent))
-from whole_and_parts import AveragedHeads, Classifier, SharedHead, batch, converted, gradient, state, two_view_loss
+from whole_and_parts import (
+    AveragedHeads,
+    Classifier,
+    SharedHead,
+    batch,
+    converted,
+    gradient,
+    scaled,
+    state,
+    two_view_loss,
+)
 
 from mimicnorm.layers import LastNorm
 from mimicnorm.microbatch import LastNormCrossEntropy, backward
@@ -101,14 +111,14 @@ def loss_and_denominator(loss: Any, net: nn.Module) -> tuple[Callable, Callable 
     if loss == "a function":
         return lambda out, t: F.cross_entropy(out, t), None
     if loss == "folded in a function":
-        folded = LastNormCrossEntropy(5).double()
+        folded = scaled(LastNormCrossEntropy(5).double())
         return lambda out, t: folded(out, t), None
     if loss == "counting":
         return Counting(), None
     weight = torch.linspace(0.2, 2, 5, dtype=torch.float64)
     if loss == "weighted":
         return nn.CrossEntropyLoss(weight, reduction="sum"), lambda t: weight[t].sum()
-    return (LastNormCrossEntropy(5).double() if loss == "folded" else loss), None
+    return (scaled(LastNormCrossEntropy(5).double()) if loss == "folded" else loss), None
 
 
 def exact_gradients(rank: int, world: int) -> dict[str, Any]:
@@ -131,7 +141,7 @@ def exact_gradients(rank: int, world: int) -> dict[str, Any]:
         wrapped.register_comm_hook(None, count)
         settings = {"denominator": denominator, "loss_in_pieces": "in pieces" in name or None}
         value = backward(wrapped, loss_fn, x, y, micro_batch=(4, 1, 3)[rank], **settings)
-        found[name] = (gradient(net), value, state(net, loss_fn), reductions)
+        found[name] = (gradient(net, loss_fn), value, state(net, loss_fn), reductions)
     return found
 
 

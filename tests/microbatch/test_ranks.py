@@ -23,7 +23,7 @@ def whole_batch(name: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     value = loss_fn(net(x), y) / divisor
     value.backward()
     value = value.detach()
-    return gradient(net), value, state(net, loss_fn)
+    return gradient(net, loss_fn), value, state(net, loss_fn)
 
 
 @pytest.fixture(scope="module")

@@ -153,7 +153,15 @@ def converted(
     net = net.to(dtype)
     mn.convert_(net, mn.MimicNorm(**method), example=torch.zeros(2, 3, 9, 9, dtype=dtype), init="theory")
     net.__class__ = run_as or type(net)
-    return net
+    return scaled(net)
+
+
+def scaled(module: nn.Module) -> nn.Module:
+    """Move every logit scale away from 1, where a forgotten one would not show."""
+    for norm in module.modules():
+        if isinstance(norm, LastNorm) and norm.logit_scale is not None:
+            nn.init.constant_(norm.logit_scale, 1.7)
+    return module
 
 
 def batch(n: int = 32, dtype: torch.dtype = torch.float64, classes: int = 5) -> tuple[Tensor, Tensor]:
@@ -213,8 +221,10 @@ def check_replay(net: nn.Module, loss_fn: Callable, x: Tensor, y: object, micro_
     return reference
 
 
-def gradient(net: nn.Module) -> Tensor:
-    return torch.cat([p.grad.flatten().double() for p in net.parameters() if p.requires_grad])
+def gradient(*modules: object) -> Tensor:
+    """The gradients of the modules among the arguments, as one vector."""
+    parameters = [p for m in modules if isinstance(m, nn.Module) for p in m.parameters() if p.requires_grad]
+    return torch.cat([p.grad.flatten().double() for p in parameters])
 
 
 def relative_error(net: nn.Module, reference: nn.Module) -> float:

@@ -72,7 +72,8 @@ def test_parameters_stay_the_same_objects():
     assert isinstance(fc, nn.Linear)
     assert fc.in_features == 16
     assert report.moved_parameters["blocks.0.bn1.bias"] == "blocks.0.conv1.bias"
-    assert {n for n, _ in report.new_parameters} == {f"blocks.{i}.conv2.residual_scale" for i in range(3)}
+    scalars = {f"blocks.{i}.conv2.residual_scale" for i in range(3)} | {"fc.last_norm.logit_scale"}
+    assert {n for n, _ in report.new_parameters} == scalars
     assert all(dict(model.named_parameters())[n] is p for n, p in report.new_parameters)
     assert all(p.shape == (1,) for _, p in report.new_parameters)
 

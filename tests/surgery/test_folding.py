@@ -299,5 +299,5 @@ class SharedNorm(nn.Module):
 def test_a_norm_shared_by_several_layers_keeps_one_scalar():
     model = nn.Sequential(SharedNorm(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 5))
     report = convert_(model, MimicNorm(), example=torch.randn(16, *IMAGES[1:]), init="calibrate")
-    assert [n for n, _ in report.new_parameters] == ["0.norm.residual_scale"]
+    assert [n for n, _ in report.new_parameters] == ["0.norm.residual_scale", "3.last_norm.logit_scale"]
     assert all(layer.scale is None for layer in report.layers)

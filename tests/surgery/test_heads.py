@@ -197,6 +197,63 @@ def test_what_may_be_class_scores_is_taken(case: str):
     assert "for class scores that a cross entropy is trained on" in str(planned)
 
 
+def dense(classes: int) -> Heads:
+    return Heads(lambda m, x, y: m.out(y), out=nn.Conv2d(8, classes, 1))
+
+
+LOGIT_SCALES = {
+    "few classes": (Heads(lambda m, x, y: m.fc(pooled(y)), fc=nn.Linear(8, 79)), True),
+    "many classes": (Heads(lambda m, x, y: m.fc(pooled(y)), fc=nn.Linear(8, 80)), False),
+    "pixels": (dense(100), True),
+    "tokens": (Heads(lambda m, x, y: m.fc(y.flatten(2).mT), fc=nn.Linear(8, 100)), True),
+    "pixels that are averaged": (Heads(lambda m, x, y: pooled(m.out(y)), out=nn.Conv2d(8, 100, 1)), False),
+    "a convolution of one pixel": (
+        Heads(lambda m, x, y: m.out(F.adaptive_avg_pool2d(y, 1)), out=nn.Conv2d(8, 100, 1)),
+        False,
+    ),
+    "two heads side by side": (
+        Heads(
+            lambda m, x, y: torch.cat([m.fc(pooled(y)), m.aux(pooled(y))], 1),
+            fc=nn.Linear(8, 100),
+            aux=nn.Linear(8, 100),
+        ),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOGIT_SCALES)
+@pytest.mark.parametrize("setting", ["auto", True, False])
+def test_which_heads_get_a_logit_scale(case: str, setting):
+    model, automatic = LOGIT_SCALES[case]
+    expected = automatic if setting == "auto" else setting
+    planned = mn.plan(model, mn.MimicNorm(logit_scale=setting), example=(4, 3, 8, 8))
+    assert {h.logit_scale for h in planned.heads} == {expected}
+    assert ("logit scale: one learned scalar, from 1, multiplies" in str(planned)) == expected
+    twin = copy.deepcopy(model)
+    report = mn.convert_(twin, mn.LastBN(logit_scale=setting), example=(4, 3, 8, 8))
+    keys = {f"{h.name}.last_norm.logit_scale" for h in planned.heads if expected}
+    assert {name for name, _ in report.new_parameters} == keys
+    assert {name for name in twin.state_dict() if name.endswith("logit_scale")} == keys
+    assert all(p is twin.get_parameter(name) and p.tolist() == [1.0] for name, p in report.new_parameters)
+
+
+def test_the_plan_says_why_there_is_a_logit_scale():
+    by_classes = mn.plan(LOGIT_SCALES["few classes"][0], mn.MimicNorm(), example=(4, 3, 8, 8))
+    assert "of fc (at unit variance, balanced classes reach a mean probability of at most 0.9899)" in str(by_classes)
+    by_pixels = mn.plan(dense(4), mn.MimicNorm(), example=(4, 3, 8, 8))
+    assert "of out (pixels or tokens are rarely balanced" in str(by_pixels)
+    assert by_classes.as_dict()["heads"][0]["logit_scale"] is True
+
+
+def test_a_frozen_head_has_a_frozen_logit_scale():
+    model = dense(4)
+    model.out.requires_grad_(False)
+    report = mn.convert_(model, mn.MimicNorm(), example=(4, 3, 8, 8))
+    assert not model.out.last_norm.logit_scale.requires_grad
+    assert not any(name.endswith("logit_scale") for name, _ in report.new_parameters)
+
+
 class Beside(nn.Module):
     """Class scores beside inputs of their shape: one-hot targets, a condition; or made of as many tokens."""
 

@@ -356,3 +356,15 @@ def test_a_beta_joins_only_a_bias_that_is_added():
 
 def test_a_layer_that_returns_several_tensors_is_calibrated():
     convert_(OctaveNet(), NoNorm(), example=torch.randn(4, 8, 12, 12), init="calibrate")
+
+
+def test_init_sets_a_logit_scale_back_to_1():
+    model = nets.resnet()
+    convert_(model, MimicNorm(), example=(2, 3, 8, 8))
+    nn.init.constant_(model.fc.last_norm.logit_scale, 3.0)
+    init_(model)
+    assert model.fc.last_norm.logit_scale.tolist() == [1.0]
+    nn.init.constant_(model.fc.last_norm.logit_scale, 3.0)
+    with pytest.raises(InitError):
+        init_(model, "calibrate")  # fails without an example, after the scale was reset
+    assert model.fc.last_norm.logit_scale.tolist() == [3.0]

@@ -31,8 +31,8 @@ def most_confident(classes: int) -> float:
         >>> [round(most_confident(classes), 3) for classes in (2, 10, 100)]
         [0.881, 0.757, 0.996]
     """
-    others = classes - 1
-    return 1 / (1 + others * math.exp(-classes / math.sqrt(others)))
+    others = max(classes - 1, 1)  # a single logit is one against 0
+    return 1 / (1 + others * math.exp(-(others + 1) / math.sqrt(others)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +59,8 @@ class _Paper(Method):
         if dense:
             return "pixels or tokens are rarely balanced over the classes"
         reached = most_confident(outputs)
-        return f"unit variance lets balanced classes reach a probability of {reached:.3f}" * (reached < CONFIDENT)
+        why = f"at unit variance, balanced classes reach a mean probability of at most {reached:.4g}"
+        return why if reached < CONFIDENT else ""
 
     def branch_scale(self, v: float, /) -> float | None:
         if self.residual is None:

@@ -153,8 +153,9 @@ def _all_or_nothing(model: nn.Module, done: Plan) -> Iterator[None]:
     """Put classes, attributes, registries, values that may be written and the random state back if anything raises."""
     restore, named = snapshot(model), dict(model.named_modules())
     changed = [*(s.name for s in (*done.layers, *done.norms)), *done.gates]
-    written = {id(p): p for name in changed for p in named[name].parameters()} | {id(b): b for b in model.buffers()}
-    values = [(t, t.detach().clone()) for t in written.values()]
+    written = [p for name in changed for p in named[name].parameters()] + list(model.buffers())
+    written += [m.logit_scale for m in named.values() if isinstance(m, LastNorm) and m.logit_scale is not None]
+    values = [(t, t.detach().clone()) for t in {id(t): t for t in written}.values()]
     random, on_cuda = torch.get_rng_state(), torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
     try:
         yield

@@ -185,8 +185,7 @@ def _row(edit: Edit) -> tuple[str, ...]:
         action += f" x{edit.scale:.3f}" if edit.scale is not None else ""
         why = f"fed by {edit.fed_by}" + (f"; {why}" if why else "")
     elif isinstance(edit, HeadEdit):
-        action += " and logit scale" if edit.logit_scale else ""
-        why = count(edit.outputs, "output")
+        why = count(edit.outputs, "output") + ", times a learned scale" * edit.logit_scale
     return edit.name or "(root)", f"{edit.kind}, {edit.role}", action, fan_in, gain, v, why
 
 

@@ -6,6 +6,7 @@ from mimicnorm.errors import TheoryError
 
 from . import doctor, figures, montecarlo
 from .activations import Activation, ActivationStats, activation_stats, gain, resolve
+from .confidence import last_norm_floor
 from .doctor import LayerSignal, Signal, propagate
 from .dual import dual, dual_slope
 from .empirical import empirical_ntk
@@ -36,6 +37,7 @@ __all__ = [
     "figures",
     "gain",
     "kernels",
+    "last_norm_floor",
     "layerwise",
     "montecarlo",
     "propagate",
