@@ -2,10 +2,10 @@
 
     python benchmarks/accuracy.py PART [PART ...] --data-dir FOLDER [--jobs 2]
 
-A narrow ResNet-18 (width 0.25) on 20,000 images of CIFAR-100, annealed to zero; evaluation on a tenth of the training set,
-never on the test set. Parts: ``rates`` (each method at several learning rates, 100 and 20 classes), ``scale`` (the logit
-scale on and off), ``first`` (the first layer centred or not), ``factors`` (warm-up, residual rule, rate and decay of
-scalars, AdamW), ``seeds`` (the best of each with three seeds). Runs are cached in ``results/runs``; the summary is
+A narrow ResNet-18 (width 0.25) on 20,000 images of CIFAR-100, annealed to zero; evaluation on a tenth of the training
+set, never on the test set. Parts: ``rates`` (each method at several learning rates, 100 and 20 classes), ``scale`` (the
+logit scale on and off), ``first`` (the first layer centred or not), ``factors`` (warm-up, residual rule, rate and decay
+of scalars, AdamW), ``seeds`` (the best of each with three seeds). Runs are cached in ``results/runs``; the summary is
 ``results/accuracy.json``.
 """
 

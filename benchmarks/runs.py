@@ -1,7 +1,7 @@
 """Training runs as a cache: ``results/runs/KEY.json`` holds one run, KEY the hash of its resolved recipe.
 
-A run that is there is read; any other is trained by ``mimicnorm train``, resumes if it was stopped, and is written when it
-is finished. Runs are shared between scripts: the same recipe is trained once.
+A run that is there is read; any other is trained by ``mimicnorm train``, resumes if it was stopped, and is written when
+it is finished. Runs are shared between scripts: the same recipe is trained once.
 """
 
 from __future__ import annotations
