@@ -1,37 +1,40 @@
-"""Time per training step, all methods in turns, and the share of centring in it; ``results/speed.json``.
+"""Time per training step, in turns: BatchNorm, MimicNorm with its two ways of centring, no norm, and what others offer.
 
-    python benchmarks/speed.py [--rounds 24] [--threads 2] [--cells resnet50-8-112 resnet50-8-112-contiguous ...]
+    python benchmarks/speed.py [cells] [grid] [--rounds 20] [--threads 2]
 
-A cell is NETWORK-BATCH-PIXELS of torchvision's network, channels last unless it ends in -contiguous; the largest are
-timed with BatchNorm, MimicNorm and no norm only. A step is forward pass, cross entropy, backward pass and SGD with
-momentum. Every round runs one step of every method, beginning with another one each time; ratios are taken within a
-round, and their median is given with its 95 % interval. Times are those of the clock and, beside them, of the
-processor, which neighbours on the machine stretch less.
+``cells`` writes ``results/speed.json``. A cell is NETWORK-BATCH-PIXELS of torchvision's network, channels last unless
+it ends in -contiguous, or the network of ``make demo`` on digits. A step is forward pass, cross entropy, backward pass
+and SGD with momentum. Every round runs one step of every method, beginning with another one each time; ratios are taken
+within a round, and their median is given with its 95 % interval.
 
-The share of centring is the time inside profiler ranges around every piece of it (means, differences, scalars, the
-gradient's adjoint), over the time of the step in the same profile. Rows are kept: the same command goes on.
+The share of centring is the time inside profiler ranges around every piece of it (sums, differences, scalars, centred
+gradients), over the time of the step in the same profile.
+
+``grid`` writes ``results/speed-grid.json`` and ``docs/figures/speed-grid.png``: ResNet-50 over batch and image
+sizes. Rows that are there stay: the same command goes on. Run it on an idle machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 import torch
-from provenance import Rows, zoo
+from provenance import ROOT, Rows, zoo
 from torch import nn
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from mimicnorm import models
 from mimicnorm.compare.intervals import median
 from mimicnorm.compare.timing import interleaved
-from mimicnorm.layers import weight
-from mimicnorm.methods import METHODS
+from mimicnorm.layers import weight, weight_mean
+from mimicnorm.methods import BatchNorm, Method, MimicNorm, NoNorm
 from mimicnorm.surgery.convert import convert_
 
 CELLS = (
@@ -41,37 +44,52 @@ CELLS = (
     "resnet50-32-224-contiguous",
     "resnet50-8-112",
     "resnet18-32-112",
+    "digits-64-8",
 )
-FEW = ("batchnorm", "mimicnorm", "nonorm")  # of cells whose steps take seconds
-PIECES = ("_sums", "_made", "_made_backward")
+GRID = (*(f"resnet50-{batch}-112" for batch in (2, 4, 8, 16, 32, 64)), *(f"resnet50-8-{px}" for px in (64, 160, 224)))
+METHODS: dict[str, Method] = {
+    "batchnorm": BatchNorm(),
+    "mimicnorm, forward": MimicNorm(),
+    "mimicnorm, backward": MimicNorm(centre="backward"),
+    "nonorm": NoNorm(),
+}
+IN_GRID = ("batchnorm", "mimicnorm, backward", "nonorm")
+PIECES = ((weight, "_sums"), (weight, "_made"), (weight, "_made_backward"), (weight_mean, "centre_rows"))
 RANGE = "mimicnorm centring"
 
 
 def networks(name: str, pixels: int) -> dict[str, Callable[[], nn.Module]]:
-    """By name, how to build the network under every method, and what others offer."""
+    """Return how to build the network under every method, and what others offer, by name."""
 
-    def under(method: str) -> nn.Module:
+    def under(method: Method) -> nn.Module:
         torch.manual_seed(0)
-        model = zoo.torchvision().models.get_model(name, weights=None)
-        convert_(model, METHODS[method](), example=(2, 3, pixels, pixels), init=None)
+        if name == "digits":
+            model, shape = models.build("resnet10", num_classes=10, in_channels=1, width=0.25), (2, 1, pixels, pixels)
+            if isinstance(method, MimicNorm):  # as recipes have it at this width
+                method = dataclasses.replace(method, min_fan_in=12)
+        else:
+            model, shape = zoo.torchvision().models.get_model(name, weights=None), (2, 3, pixels, pixels)
+        convert_(model, method, example=shape, init=None)
         return model
 
     def group_norm() -> nn.Module:
         from opacus.validators import ModuleValidator
 
-        return ModuleValidator.fix(under("batchnorm"))
+        return ModuleValidator.fix(under(BatchNorm()))
 
-    made = {method: lambda method=method: under(method) for method in (*FEW, *(m for m in METHODS if m not in FEW))}
+    made: dict[str, Callable[[], nn.Module]] = {n: lambda m=m: under(m) for n, m in METHODS.items()}
     made["GroupNorm (opacus)"] = group_norm
     if name == "resnet50":
         made["nf_resnet50 (timm)"] = lambda: zoo.timm().create_model("nf_resnet50")
     return made
 
 
-def step_of(model: nn.Module, batch: int, pixels: int, layout: torch.memory_format) -> Callable[[], None]:
-    model.to(memory_format=layout).train()
-    images = torch.randn(batch, 3, pixels, pixels, generator=torch.Generator().manual_seed(0)).to(memory_format=layout)
-    labels = torch.arange(batch) % 1000
+def step_of(model: nn.Module, cell: str) -> Callable[[], None]:
+    name, batch, pixels, layout = parsed(cell)
+    model.to(memory_format=layout).train()  # pyrefly: ignore
+    channels, classes = (1, 10) if name == "digits" else (3, 1000)
+    images = torch.randn(batch, channels, pixels, pixels, generator=torch.Generator().manual_seed(0))
+    images, labels = images.to(memory_format=layout), torch.arange(batch) % classes
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9, momentum=0.9, weight_decay=1e-4)  # the weights stay
 
     def step() -> None:
@@ -82,53 +100,44 @@ def step_of(model: nn.Module, batch: int, pixels: int, layout: torch.memory_form
     return step
 
 
-def times(cell: str, rounds: int) -> dict[str, Any]:
-    name, batch, pixels, layout = parsed(cell)
-    processor: dict[str, list[float]] = {}
+def times(cell: str, rounds: int, only: tuple[str, ...] = ()) -> dict[str, Any]:
+    name, batch, pixels, _ = parsed(cell)
+    made = {n: make for n, make in networks(name, pixels).items() if not only or n in only}
+    if not only and batch * pixels > 8 * 224:  # steps of seconds
+        made = {n: make for n, make in made.items() if n in METHODS}
+    rounds = 5 * rounds if name == "digits" else rounds
+    seconds = interleaved({n: step_of(make(), cell) for n, make in made.items()}, rounds=rounds, budget=float("inf"))
 
-    def timed(label: str, step: Callable[[], None]) -> Callable[[], None]:
-        def run() -> None:
-            start = time.process_time()
-            step()
-            processor.setdefault(label, []).append(time.process_time() - start)
-
-        return run
-
-    made = {n: make for n, make in networks(name, pixels).items() if n in FEW or batch * pixels <= 32 * 112}
-    steps = {n: timed(n, step_of(make(), batch, pixels, layout)) for n, make in made.items()}
-    wall = interleaved(steps, rounds=rounds, budget=float("inf"))
-    clocks = {"wall": wall, "processor": {n: seconds[-rounds:] for n, seconds in processor.items()}}
-
-    def ratio(clock: str, over: str, under: str) -> dict[str, float]:
-        pairs = zip(clocks[clock][over], clocks[clock][under], strict=True)
+    def ratio(over: str, under: str) -> dict[str, float]:
+        pairs = zip(seconds[over], seconds[under], strict=True)
         return {k: round(v, 4) for k, v in median([a / b for a, b in pairs])._asdict().items()}
 
     return {
-        "batchnorm_over": {clock: {n: ratio(clock, "batchnorm", n) for n in steps} for clock in clocks},
-        "mimicnorm_over_nonorm": {clock: ratio(clock, "mimicnorm", "nonorm") for clock in clocks},
-        "median_seconds": {n: round(median(s).value, 4) for n, s in wall.items()},
+        "batchnorm_over": {n: ratio("batchnorm", n) for n in made},
+        "over_nonorm": {n: ratio(n, "nonorm") for n in made},
+        "median_seconds": {n: round(median(s).value, 4) for n, s in seconds.items()},
     }
 
 
-def share(cell: str, steps: int) -> dict[str, float]:
-    """The share of centring in each of several profiled steps: median with its interval."""
-    name, batch, pixels, layout = parsed(cell)
-    step = step_of(networks(name, pixels)["mimicnorm"](), batch, pixels, layout)
+def share(cell: str, method: str, steps: int = 6) -> dict[str, float]:
+    """Return the share of centring in each of several profiled steps: median with its interval."""
+    name, _, pixels, _ = parsed(cell)
+    step = step_of(networks(name, pixels)[method](), cell)
     step()
-    found = []
+    shares = []
     with ranges():
         for _ in range(steps):
             with profile(activities=[ProfilerActivity.CPU]) as profiled, record_function("whole step"):
                 step()
             total = {event.key: event.cpu_time_total for event in profiled.key_averages()}
-            found.append(total[RANGE] / total["whole step"])
-    return {k: round(v, 4) for k, v in median(found)._asdict().items()}
+            shares.append(total[RANGE] / total["whole step"])
+    return {k: round(v, 4) for k, v in median(shares)._asdict().items()}
 
 
 @contextmanager
 def ranges() -> Iterator[None]:
     """Profiler ranges around the pieces of centring, none inside another."""
-    before, inside = {piece: getattr(weight, piece) for piece in PIECES}, [False]
+    before, inside = [(module, piece, getattr(module, piece)) for module, piece in PIECES], [False]
 
     def ranged(piece: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(piece)
@@ -145,12 +154,12 @@ def ranges() -> Iterator[None]:
         return run
 
     try:
-        for piece, function in before.items():
-            setattr(weight, piece, ranged(function))
+        for module, piece, function in before:
+            setattr(module, piece, ranged(function))
         yield
     finally:
-        for piece, function in before.items():
-            setattr(weight, piece, function)
+        for module, piece, function in before:
+            setattr(module, piece, function)
 
 
 def parsed(cell: str) -> tuple[str, int, int, torch.memory_format]:
@@ -159,19 +168,57 @@ def parsed(cell: str) -> tuple[str, int, int, torch.memory_format]:
     return name, int(batch), int(pixels), layout
 
 
+def figure(rows: list[dict]) -> None:
+    """Draw the step time over no norm at all, over batch sizes and image sizes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    points = {row["cell"]: row["over_nonorm"] for row in rows}
+    drawn, both = pyplot.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    for axes, label, which in ((both[0], "batch, 112 px", 1), (both[1], "pixels, batch 8", 2)):
+        cells = [c for c in points if c.split("-")[3 - which] == {1: "112", 2: "8"}[which]]
+        cells.sort(key=lambda c, which=which: int(c.split("-")[which]))
+        at = [int(c.split("-")[which]) for c in cells]
+        for method, colour in (("batchnorm", "#1f5fae"), ("mimicnorm, backward", "#c4411a")):
+            values = [points[c][method] for c in cells]
+            axes.plot(at, [v["value"] for v in values], "o-", color=colour)
+            axes.fill_between(at, [v["low"] for v in values], [v["high"] for v in values], color=colour, alpha=0.15)
+            axes.annotate(method, (at[-1], values[-1]["value"]), (4, 0), textcoords="offset points", color=colour)
+        axes.axhline(1.0, color="grey", lw=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(at, [str(a) for a in at])
+        axes.set_xlabel(label)
+        axes.set_xlim(right=at[-1] * 2.2 if which == 1 else at[-1] * 1.5)
+        axes.spines[["top", "right"]].set_visible(False)
+    both[0].set_ylabel("step time / no norm")
+    drawn.suptitle("ResNet-50, training step on a CPU, channels last", fontsize=10)
+    drawn.savefig(ROOT / "docs" / "figures" / "speed-grid.png", dpi=150)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=24)
+    parser.add_argument("parts", nargs="*", choices=["cells", "grid"], default=["cells"])
+    parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--cells", nargs="+", default=CELLS)
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    rows = Rows("speed", "cell", rounds=asked.rounds, threads=asked.threads)
-    for cell in asked.cells:
-        if (cell,) not in rows:
-            row = {"cell": cell, "centring_share": share(cell, max(6, asked.rounds // 2))}
-            rows.add({**row, **times(cell, asked.rounds)})
+    for part, name, cells in (("cells", "speed", CELLS), ("grid", "speed-grid", GRID)):
+        if part not in asked.parts:
+            continue
+        rows = Rows(name, "cell", rounds=asked.rounds, threads=asked.threads)
+        for cell in cells:
+            if (cell,) in rows:
+                continue
+            if part == "grid":
+                rows.add({"cell": cell, **times(cell, asked.rounds, IN_GRID)})
+            else:
+                shares = {method: share(cell, method) for method in METHODS if method.startswith("mimicnorm")}
+                rows.add({"cell": cell, "centring_share": shares, **times(cell, asked.rounds)})
             gc.collect()
+        if part == "grid":
+            figure(rows.rows)
 
 
 if __name__ == "__main__":
