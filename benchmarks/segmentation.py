@@ -4,7 +4,8 @@
 
 Discs, squares and crosses of random colour, place and size on coloured noise, drawn anew for every step; three seeds.
 The learning rate of each method is the best of three on validation images; the table is of test images that no choice
-has seen. Object IoU is the mean over the three object classes, over all test images. Writes ``results/segmentation.json``.
+has seen. Object IoU is the mean over the three object classes, over all test images. Writes
+``results/segmentation.json``.
 """
 
 from __future__ import annotations
