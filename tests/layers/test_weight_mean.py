@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.func import functional_call, grad
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
 from weight_layers import LAYERS, parameter, saved_bytes
 
 import mimicnorm as mn
@@ -275,6 +276,33 @@ def test_check_says_when_rows_have_left_their_means():
         mn.check(model)
     mn.project_(model)
     mn.check(model)
+
+
+class Kernels(TorchDispatchMode):
+    """Counts operations that compute something."""
+
+    FREE = ("empty", "view", "_unsafe_view", "t", "detach", "permute", "expand", "unsqueeze", "alias", "reshape")
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket.__name__ not in self.FREE
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_forward_pass_has_one_more_kernel_per_scalar_and_one_for_the_last_bn():
+    counts, x = {}, torch.randn(4, 3, 8, 8)
+    for name, method in (("none", mn.NoNorm()), ("backward", methods(logit_scale=False)[1])):
+        model = nets.resnet()
+        report = mn.convert_(model, method, example=(2, 3, 8, 8))
+        model(x)  # hooks are hung here
+        with Kernels() as kernels:
+            model(x)
+        counts[name] = kernels.count
+    batch_norm = 2  # the normalisation, and the counter of batches
+    assert counts["backward"] == counts["none"] + report.totals()["residual_scalars"] + batch_norm
 
 
 def test_micro_batches_are_exact():
