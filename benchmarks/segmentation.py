@@ -46,7 +46,7 @@ def draw(count: int, seed: int) -> tuple[Tensor, Tensor]:
     disc, square = down**2 + right**2 <= radius**2, torch.maximum(down, right) <= 0.8 * radius
     cross = (torch.minimum(down, right) <= radius // 3) & (torch.maximum(down, right) <= radius)
     inside = torch.where(kind == 1, disc, torch.where(kind == 2, square, cross))
-    colour = F.one_hot(kind.flatten() - 1, 3)[:, :, None, None] + 0.7 * torch.randn(count, 3, 1, 1, generator=g)
+    colour = 2.0 * F.one_hot(kind.flatten() - 1, 3)[:, :, None, None] + 0.4 * torch.randn(count, 3, 1, 1, generator=g)
     images = torch.where(inside[:, None], colour, images)
     labels = torch.where(inside, kind, labels)
     return images + 0.2 * torch.randn(images.shape, generator=g), labels
