@@ -32,10 +32,11 @@ _WHERE = {
     "SkipInit": "methods",
     "GroupNormWS": "methods",
     "ScaledWS": "methods",
+    "fold": "deploy.fold",
     "MimicNormError": "errors",
 }
 _MODULES = (
-    *("compare", "data", "errors", "layers", "memory", "methods", "microbatch", "models", "report", "theory"),
+    *("compare", "data", "deploy", "errors", "layers", "memory", "methods", "microbatch", "models", "report", "theory"),
     "training",
 )
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from mimicnorm import (
         compare,
         data,
+        deploy,
         errors,
         layers,
         memory,
@@ -55,6 +57,7 @@ if TYPE_CHECKING:
         theory,
         training,
     )
+    from mimicnorm.deploy.fold import fold
     from mimicnorm.errors import MimicNormError
     from mimicnorm.methods import (
         BatchNorm,

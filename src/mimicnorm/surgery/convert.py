@@ -13,6 +13,7 @@ from torch import nn
 from mimicnorm.errors import CheckError, InitError, MimicNormError
 from mimicnorm.layers import FixupLayer, LastNorm, LastNormed, ScaledWeight, Standardised, WeightMean
 from mimicnorm.methods import Method
+from mimicnorm.surgery.example import float_shape
 from mimicnorm.surgery.init import initialise
 from mimicnorm.surgery.isolate import snapshot
 from mimicnorm.surgery.operate import operate
@@ -74,6 +75,7 @@ def _carry_out(model: nn.Module, planned: Plan, example: Any) -> Report:
         for bias, beta in operate(model, report):
             with torch.no_grad():
                 bias.add_(beta.to(bias))
+        planned.example_shape = float_shape(example)
         model._mimicnorm = planned  # pyrefly: ignore  # for check and init_; not in the state dict
         if report.init is not None:
             initialise(model, report, report.init, example)
