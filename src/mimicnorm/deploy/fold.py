@@ -90,6 +90,21 @@ def fold_with_report(model: nn.Module, *, example: Any = None) -> Folded:
     return folded
 
 
+def fuse(model: nn.Module) -> nn.Module:
+    """Fold BatchNorms into the convolutions before them by PyTorch's own fusion: the baseline of a folded network.
+
+    The network must be traceable by ``torch.fx`` and in eval mode; the argument is untouched.
+    """
+    from torch.fx.experimental.optimization import fuse as fx_fuse
+
+    if any(m.training for m in model.modules()):
+        raise DeployError("the model is in training mode: call model.eval() first")
+    try:
+        return fx_fuse(model)
+    except Exception as error:  # tracing runs the user's forward
+        raise DeployError(f"PyTorch cannot fuse the network: {type(error).__name__}: {error}") from error
+
+
 def _checked(model: Any, example: Any) -> Any:
     """Refuse what cannot be folded; return the example."""
     if not isinstance(model, nn.Module):
