@@ -18,7 +18,7 @@ from test_random_networks import STEPS, WIDTH, Random
 from torch import nn
 
 import mimicnorm as mn
-from mimicnorm.deploy import fold, fold_with_report
+from mimicnorm.deploy import fold, fold_with_report, fuse
 from mimicnorm.errors import DeployError, RefusedError
 
 METHODS = (mn.MimicNorm(min_fan_in=3), mn.WeightMean(min_fan_in=3), mn.LastBN(), mn.NoNorm(), mn.Fixup())
@@ -251,3 +251,13 @@ def test_an_example_is_asked_for_where_none_is_known():
         fold(converted)
     folded = fold(converted, example={"image": image})
     torch.testing.assert_close(folded(image=image), converted(image=image), rtol=1e-5, atol=1e-5)
+
+
+def test_fusion_of_batch_norms_by_pytorch():
+    model, x = nets.resnet(), torch.randn(8, 3, 8, 8)
+    model(x)  # statistics move
+    fused = fuse(model.eval())
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in fused.modules())
+    torch.testing.assert_close(fused(x), model(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(DeployError, match="training mode"):
+        fuse(model.train())

@@ -49,7 +49,7 @@ class Export(Network):
             require_target(target)
         run: Any = None
         if run_folder:
-            from mimicnorm.training.finished import finished
+            from mimicnorm.training.finished_run import finished
 
             run = finished(self.model, data_dir=self.data_dir)
             model, example = run.model, (2, *run.train_set.shape)

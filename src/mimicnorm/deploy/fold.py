@@ -100,7 +100,7 @@ def fuse(model: nn.Module) -> nn.Module:
     if any(m.training for m in model.modules()):
         raise DeployError("the model is in training mode: call model.eval() first")
     try:
-        return fx_fuse(model)
+        return fx_fuse(model).eval()
     except Exception as error:  # tracing runs the user's forward
         raise DeployError(f"PyTorch cannot fuse the network: {type(error).__name__}: {error}") from error
 

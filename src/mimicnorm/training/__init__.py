@@ -17,7 +17,7 @@ _WHERE = {
     "Recipe": "recipes",
     "recipe": "recipes",
     "Result": "state",
-    "finished": "finished",
+    "finished": "finished_run",
     "network": "build",
     "run_all": "sweep",
     "train": "loop",
@@ -27,7 +27,7 @@ __all__ = ["RECIPES", "Recipe", "Result", "finished", "network", "recipe", "run_
 
 if TYPE_CHECKING:
     from mimicnorm.training.build import network
-    from mimicnorm.training.finished import finished
+    from mimicnorm.training.finished_run import finished
     from mimicnorm.training.loop import train
     from mimicnorm.training.recipes import RECIPES, Recipe, recipe
     from mimicnorm.training.state import Result
