@@ -19,10 +19,10 @@ def stirred(model: nn.Module, method: Method, example, **kw) -> nn.Module:
             for name, p in m._parameters.items():
                 if p is None:
                     continue
-                if p.numel() == 1 or name == "gain":
-                    p.copy_(0.5 + torch.rand(p.shape, generator=g))
+                if p.numel() == 1 or name == "gain":  # not far from where they start, or deep networks explode
+                    p.copy_((p + 0.3 * (p == 0)) * (0.75 + 0.5 * torch.rand(p.shape, generator=g)))
                 elif name == "bias":
-                    p.copy_(0.2 * torch.randn(p.shape, generator=g))
+                    p.copy_(0.1 * torch.randn(p.shape, generator=g))
                 elif not p.any():
                     p.copy_(torch.randn(p.shape, generator=g) / p[0].numel() ** 0.5)
             if isinstance(m, LastNorm):

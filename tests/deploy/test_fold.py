@@ -216,8 +216,53 @@ def test_a_weight_used_behind_the_layers_back_is_noticed():
             return self.fc(y.mean((2, 3)) * (1 + self.conv.weight.sum((1, 2, 3))))
 
     converted = stirred(Peeking(), mn.WeightMean(min_fan_in=3), (2, 8, 8, 8))
-    with pytest.raises(DeployError, match="output differs"):
+    with pytest.raises(DeployError, match=r"output differs.*in double precision"):
         fold(converted)
+
+
+class ForeignLinear(nn.Linear):
+    """As timm's: a forward of its own that does the same."""
+
+    def forward(self, input):
+        return F.linear(input, self.weight, self.bias)
+
+
+class Doubled(nn.Linear):
+    """Its bias counts twice, so the last BN's addend would, too."""
+
+    def forward(self, input):
+        return F.linear(input, self.weight, 2 * self.bias)
+
+
+def test_a_head_with_its_own_forward_is_probed():
+    for head in (ForeignLinear, Doubled):
+        net = nets.plain()
+        net[8] = head(8, 5)
+        converted = stirred(net, mn.MimicNorm(), (2, 6, 8, 8))
+        if head is ForeignLinear:
+            assert type(folds_to_the_same(converted, torch.randn(2, 6, 8, 8))[8]) is ForeignLinear
+        else:
+            with pytest.raises(DeployError, match="8: its last BN cannot be folded"):
+                fold(converted)
+
+
+def test_a_network_that_amplifies_rounding_is_judged_in_double_precision():
+    class Chaotic(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nets.plain()
+
+        def forward(self, x):
+            y = torch.sigmoid(self.net(x))
+            for _ in range(18):  # the logistic map doubles an error in each step
+                y = 4 * y * (1 - y)
+            return y
+
+    converted = stirred(Chaotic(), mn.MimicNorm(), (16, 6, 8, 8), head="net.8")
+    report = fold_with_report(converted)
+    assert report.error > 1e-4
+    assert report.error_fp64 < 1e-5
+    assert "double precision" in str(report)
 
 
 # -- bad input --------------------------------------------------------------------------------------------------

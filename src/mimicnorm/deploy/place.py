@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ from torch import nn
 
 from mimicnorm.deploy.affine import Affine
 from mimicnorm.layers import LastNormed, has_own_forward
+from mimicnorm.surgery import probe
 from mimicnorm.surgery.flow import read_once
 from mimicnorm.surgery.graph import Graph, Node
 from mimicnorm.surgery.ops import Kind
@@ -65,7 +67,7 @@ def _producer(graph: Graph, modules: Modules, inputs: list[Node], affine: Affine
     made = [_layer_call(x, affine.channel_dim % len(x.shape)) for x in inputs]
     names = {node.layer if node is not None else None for node in made}
     name = names.pop()
-    if names or name is None or set(graph.calls(name)) != set(made) or not _is_plain(name, modules, graph):
+    if names or name is None or set(graph.calls(name)) != set(made) or not _applies_its_own(name, modules, graph):
         return None
     return name
 
@@ -78,7 +80,7 @@ def _readers(graph: Graph, modules: Modules, calls: Calls, affine: Affine) -> tu
     if any(out.is_output or out.tapped for out in outputs):
         return ()
     for name in names:
-        if name is None or not set(graph.calls(name)) <= set(users) or not _is_plain(name, modules, graph):
+        if name is None or not set(graph.calls(name)) <= set(users) or not _applies_its_own(name, modules, graph):
             return ()
         dims = {len(out.shape) - 1 if isinstance(modules[name], nn.Linear) else 1 for out in outputs}
         same = affine.width == 1 or dims == {affine.channel_dim % len(out.shape) for out in outputs}
@@ -139,10 +141,14 @@ def _adds(node: Node) -> bool:
     return node.kind is Kind.SUM and node.op == "add" and not node.settings
 
 
-def _is_plain(name: str, modules: Modules, graph: Graph) -> bool:
-    """Whether a layer applies its weight and bias as PyTorch's own does, in every use."""
-    plain = all(call.inside_module and not call.derived_weight for call in graph.calls(name))
-    return plain and not has_own_forward(own_class(modules[name]))
+def _applies_its_own(name: str, modules: Modules, graph: Graph) -> bool:
+    """Whether a layer applies its weight and bias as PyTorch's own does, in every use; foreign forwards are probed."""
+    calls, layer = graph.calls(name), copy.copy(modules[name])
+    if not all(call.inside_module and not call.derived_weight and call.inputs for call in calls):
+        return False
+    layer.__class__ = own_class(layer)
+    probed = probe.layer(layer, calls[0].inputs[0].shape)
+    return probed.takes_bias and probed.follows
 
 
 def is_unpadded(layer: Any) -> bool:
