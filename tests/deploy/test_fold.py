@@ -20,6 +20,7 @@ from torch import nn
 import mimicnorm as mn
 from mimicnorm.deploy import fold, fold_with_report, fuse
 from mimicnorm.errors import DeployError, RefusedError
+from mimicnorm.layers import scale_weight_
 
 METHODS = (mn.MimicNorm(min_fan_in=3), mn.WeightMean(min_fan_in=3), mn.LastBN(), mn.NoNorm(), mn.Fixup())
 METHODS += (mn.SkipInit(), mn.GroupNormWS(), mn.ScaledWS(skip_gain=0.5))
@@ -203,6 +204,24 @@ def test_parametrized_weights_are_baked_in():
     nn.utils.parametrizations.weight_norm(converted[0])
     folded = folds_to_the_same(converted.eval(), torch.randn(2, 6, 8, 8))
     assert type(folded[0]) is nn.Conv2d
+
+
+class Masked(nn.Conv2d):
+    """Computes another weight from its own, so that a residual scalar multiplies its output."""
+
+    def forward(self, input):
+        return F.conv2d(input, self.weight * (self.weight > 0), self.bias, padding=1)
+
+
+def test_a_scalar_on_the_output_of_a_foreign_forward_becomes_a_layer_behind_it():
+    converted = stirred(nets.resnet(), mn.WeightMean(), (2, 3, 8, 8))
+    scale = nn.Parameter(torch.tensor([0.3]))
+    converted.blocks[0].conv2 = scale_weight_(Masked(8, 8, 3).eval(), scale, scales_output=True)
+    report = fold_with_report(converted)
+    assert report.standalone == ["blocks.0.conv2"]
+    assert [type(m) for m in report.model.blocks[0].conv2] == [Masked, nn.Conv2d]
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(report.model(x), converted(x), rtol=1e-5, atol=1e-5)
 
 
 def test_a_weight_used_behind_the_layers_back_is_noticed():
