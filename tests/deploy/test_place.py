@@ -57,10 +57,26 @@ class Reshaped(nn.Module):
 @pytest.mark.parametrize("way", ["view", "transpose"])
 def test_a_view_keeps_channels_where_as_many_values_come_before_them(way):
     model = Reshaped(way)
-    converted = stirred(model, mn.NoNorm(), (2, 5, 2, 4))
-    folded, x = fold_with_report(converted), torch.randn(2, 5, 2, 4)
+    converted = stirred(model, mn.NoNorm(), (2, 8, 2, 4))
+    folded, x = fold_with_report(converted), torch.randn(2, 8, 2, 4)
     torch.testing.assert_close(folded.model(x), converted(x), rtol=1e-5, atol=1e-5)
     assert (folded.into, folded.standalone) == (({"norm": ("fc1",)}, []) if way == "view" else ({}, ["norm"]))
+
+
+class ReadTwice(nn.Module):
+    """A skip reads what the layer made, before the norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.fc = nets.conv(3, 8), nn.BatchNorm2d(8), nn.Linear(8, 3)
+
+    def forward(self, x):
+        y = self.conv(x)
+        return self.fc((y + F.relu(self.norm(y))).mean((2, 3)))
+
+
+def test_a_layer_that_others_read_too_takes_nothing_up():
+    assert report(ReadTwice()).standalone == ["norm"]
 
 
 class Added(nn.Module):

@@ -71,7 +71,7 @@ def set_(layer: nn.Module, weight: Tensor, bias: Tensor | None) -> None:
     like: Any = layer.weight
     layout = torch.channels_last if like.dim() == 4 and _is_channels_last(like) else torch.contiguous_format
     trains = like.requires_grad
-    layer._parameters.pop("weight", None)  # a new object: it may be tied to that of another layer
+    # New objects: they may be tied to those of another layer.
     layer.register_parameter("weight", Parameter(weight.to(like.dtype, memory_format=layout, copy=True), trains))
     layer.register_parameter("bias", None if bias is None else Parameter(bias.to(like.dtype, copy=True), trains))
 
