@@ -68,7 +68,7 @@ def named(name: str) -> str:
 
 def small(number: float) -> str:
     """1.6e-15."""
-    return f"{number:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
+    return "0" if number == 0 else f"{number:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
 def table(head: str, rows: Iterable[Iterable[object]], left: int = 1) -> str:
@@ -446,7 +446,8 @@ def folded() -> str:
     head = "method | networks | fp32 | the network's own rounding | fp64 | with layers of their own"
     text = (
         f"{len(models)} networks, one per family of torchvision and timm (`benchmarks/deploy.py equal`), with random "
-        "biases, scalars and statistics. The largest difference of an output to eval mode, over the largest output; "
+        "biases and statistics, and scalars within a quarter of where they start (further away, some networks "
+        "explode). The largest difference of an output to eval mode, over the largest output; "
         "the network's own rounding is that of its single to its double precision; and how many networks have shifts "
         "or scalars that no layer can take up:"
     )
@@ -463,7 +464,8 @@ def quantised() -> str:
         for network, method in dict.fromkeys((r["network"], r["method"]) for r in rows):
             own = [r for r in rows if (r["network"], r["method"]) == (network, method)]
             top1 = [f"{statistics.mean(r['top1'][k] for r in own):.1%}" for k in ("float", "per tensor", "per channel")]
-            spread = f"{max(r['channel_spread']['largest'] for r in own):.3g}"
+            widest = max(r["channel_spread"]["largest"] for r in own)
+            spread = f"{widest:.0f}" if widest > 100 else f"{widest:.2f}"
             sizes = [f"{own[0]['bytes'][k] / MIB:.2f}" for k in ("float", "per tensor")]
             name = f"{NAMES.get(data, data)}, {NAMES.get(network, network)}, {NAMES[method]}"
             lines.append([name, len(own), *top1, spread, *sizes])
