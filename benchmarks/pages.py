@@ -15,7 +15,14 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "docs/memory.md", "docs/microbatch.md", "docs/compare.md", "docs/architecture.md")
+PAGES = (
+    "README.md",
+    "docs/memory.md",
+    "docs/microbatch.md",
+    "docs/compare.md",
+    "docs/architecture.md",
+    "docs/deploy.md",
+)
 MIB, GIB = 2**20, 2**30
 NAMES = {
     "resnet18": "ResNet-18",
@@ -33,6 +40,13 @@ NAMES = {
     "regnet_y_400mf": "RegNetY 400MF",
     "timm:repvgg_a0": "RepVGG-A0",
     "squeezenet1_1": "SqueezeNet",
+    "resnet10": "ResNet-10",
+    "shufflenetv2": "ShuffleNetV2",
+    "weight-mean": "weight mean",
+    "last-bn": "last BN",
+    "skipinit": "SkipInit",
+    "groupnorm-ws": "GroupNorm and WS",
+    "scaled-ws": "scaled WS",
     "cifar100": "CIFAR-100",
     "imagenet": "ImageNet",
     "batchnorm": "BatchNorm",
@@ -54,7 +68,7 @@ def named(name: str) -> str:
 
 def small(number: float) -> str:
     """1.6e-15."""
-    return f"{number:.1e}".replace("e-0", "e-")
+    return "0" if number == 0 else f"{number:.1e}".replace("e-0", "e-").replace("e+0", "e").replace("e+", "e")
 
 
 def table(head: str, rows: Iterable[Iterable[object]], left: int = 1) -> str:
@@ -425,6 +439,78 @@ def shortfalls() -> str:
     return "\n".join(f"- {textwrap.fill(item, 117, subsequent_indent='  ')}" for item in items)
 
 
+# -- docs/deploy.md ----------------------------------------------------------------------------------------------
+
+
+def folded() -> str:
+    rows = [r for r in load("deploy-equal")["rows"] if r["outcome"] == "folded"]
+    models = {r["model"] for r in rows}
+    lines = []
+    for method in dict.fromkeys(r["method"] for r in rows):
+        own = [r for r in rows if r["method"] == method]
+        apart = sum(r["layers_of_their_own"] > 0 for r in own)
+        errors = [small(max(r[kind] for r in own)) for kind in ("fp32", "fp32_rounding", "fp64")]
+        lines.append([NAMES.get(method, method), len(own), *errors, apart])
+    head = "method | networks | fp32 | the network's own rounding | fp64 | with layers of their own"
+    text = (
+        f"{len(models)} networks, one per family of torchvision and timm (`benchmarks/deploy.py equal`), with random "
+        "biases and statistics, and scalars within a quarter of where they start (further away, some networks "
+        "explode). The largest difference of an output to eval mode, over the largest output; "
+        "the network's own rounding is that of its single to its double precision; and how many networks have shifts "
+        "or scalars that no layer can take up:"
+    )
+    return f"{prose(text)}\n\n{table(head, lines)}"
+
+
+def quantised() -> str:
+    lines, missing = [], []
+    for data in ("digits", "cifar100"):
+        if not (ROOT / "results" / f"deploy-int8-{data}.json").exists():
+            missing.append(f"Not measured yet: `python benchmarks/deploy.py int8 {data}`.")
+            continue
+        rows = load(f"deploy-int8-{data}")["rows"]
+        for network, method in dict.fromkeys((r["network"], r["method"]) for r in rows):
+            own = [r for r in rows if (r["network"], r["method"]) == (network, method)]
+            top1 = [f"{statistics.mean(r['top1'][k] for r in own):.1%}" for k in ("float", "per tensor", "per channel")]
+            widest = max(r["channel_spread"]["largest"] for r in own)
+            spread = f"{widest:.0f}" if widest > 100 else f"{widest:.2f}"
+            sizes = [f"{own[0]['bytes'][k] / MIB:.2f}" for k in ("float", "per tensor")]
+            name = f"{NAMES.get(data, data)}, {NAMES.get(network, network)}, {NAMES[method]}"
+            lines.append([name, len(own), *top1, spread, *sizes])
+    head = "trained on | seeds | float | per tensor | per channel | widest channel / median, worst layer"
+    head += " | MiB, float | MiB, int8"
+    text = (
+        "Top-1 accuracy of narrow networks after 12 epochs (`benchmarks/deploy.py int8`), mean over seeds, BatchNorm "
+        "fused by PyTorch and MimicNorm folded:"
+    )
+    bad = [
+        r for r in load("deploy-int8-digits")["rows"] if (r["network"], r["method"]) == ("shufflenetv2", "mimicnorm")
+    ]
+    variance = [r["last_norm_variance"]["median"] for r in bad]
+    caveat = (
+        "MimicNorm does not train ShuffleNetV2 on 8 x 8 digits by this recipe: the variance of its logits before the "
+        f"last BN is {small(min(variance))} to {small(max(variance))}. How int8 treats that network says nothing about "
+        "a good one."
+    )
+    return "\n\n".join([prose(text), table(head, lines), prose(caveat), *missing])
+
+
+def inference() -> str:
+    if not (ROOT / "results" / "deploy-time.json").exists():
+        return "Not measured yet: `python benchmarks/deploy.py time`."
+    lines = []
+    for r in load("deploy-time")["rows"]:
+        ratios = [r["folded_over_fused"][way] for way in ("eager", "onnxruntime")]
+        cells = [f"{c['value']:.3f} [{c['low']:.3f}, {c['high']:.3f}]" for c in ratios]
+        sizes = r["onnx_bytes"]["folded"] / r["onnx_bytes"]["fused"]
+        lines.append([NAMES.get(r["network"], r["network"]), r["batch"], *cells, f"{sizes:.3f}"])
+    text = (
+        "Time of the folded network over PyTorch's fusion of the BatchNorm one, run in turns on a CPU, 224 pixels: "
+        "median with its 95 % interval; and the size of the ONNX file over the other's:"
+    )
+    return f"{prose(text)}\n\n{table('network | batch | eager | onnxruntime | file size', lines)}"
+
+
 MAKERS: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
@@ -432,6 +518,7 @@ MAKERS: dict[str, Callable[[], str]] = {
         *(accumulation, time, exactness, rounding, training, memory, accuracy),
         *(coverage, measured, shortfalls),
         *(compared_resnet18, compared_vgg11, start, speed, centring, planning, signal, attention),
+        *(folded, quantised, inference),
     )
 }
 

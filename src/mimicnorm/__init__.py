@@ -34,10 +34,11 @@ _WHERE = {
     "SkipInit": "methods",
     "GroupNormWS": "methods",
     "ScaledWS": "methods",
+    "fold": "deploy.fold",
     "MimicNormError": "errors",
 }
 _MODULES = (
-    *("compare", "data", "errors", "layers", "memory", "methods", "microbatch", "models", "report", "theory"),
+    *("compare", "data", "deploy", "errors", "layers", "memory", "methods", "microbatch", "models", "report", "theory"),
     "training",
 )
 
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from mimicnorm import (
         compare,
         data,
+        deploy,
         errors,
         layers,
         memory,
@@ -57,6 +59,7 @@ if TYPE_CHECKING:
         theory,
         training,
     )
+    from mimicnorm.deploy.fold import fold
     from mimicnorm.errors import MimicNormError
     from mimicnorm.layers import project_
     from mimicnorm.layers.param_groups import param_groups

@@ -79,6 +79,10 @@ class DataError(MimicNormError):
     """A data set cannot be read; the message names the file and the row."""
 
 
+class DeployError(MimicNormError):
+    """A network cannot be folded, exported or quantised, or the file cannot be written."""
+
+
 class TheoryError(MimicNormError):
     """An argument for which the theory has no answer."""
 

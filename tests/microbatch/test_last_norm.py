@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from whole_and_parts import AveragedHeads, Classifier, batch, converted, state
 
 from mimicnorm.errors import MicroBatchError
-from mimicnorm.layers import LastNorm
+from mimicnorm.layers import LastNorm, last_norm_
 from mimicnorm.microbatch import AccumulationWarning, backward
 
 
@@ -27,6 +27,13 @@ def test_same_as_batch_norm(momentum):
         torch.testing.assert_close(ours(x), theirs(x))
     torch.testing.assert_close(state(ours), state(theirs))
     torch.testing.assert_close(ours.eval()(x), theirs.eval()(x))
+
+
+def test_a_sequential_head_normalises_once():
+    layer, norm, x = nn.Linear(4, 3), LastNorm(3), torch.randn(6, 4)
+    norm.running_mean.fill_(2.0)
+    head = last_norm_(nn.Sequential(copy.deepcopy(layer)), copy.deepcopy(norm)).eval()
+    torch.testing.assert_close(head(x), norm.eval()(layer(x)))
 
 
 def test_a_lone_sample_points_here_and_counts_nothing():

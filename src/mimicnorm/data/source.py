@@ -49,6 +49,11 @@ class Source(ABC):
         micro-batch size and any resumed run see the same images.
         """
 
+    def plain_batches(self, size: int, most: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (images, labels) as they are: all of them, or at most ``most``, evenly spaced."""
+        indices = spread(len(self), len(self) if most is None else most)
+        return self.batches(indices.split(size), seed=0, epoch=0, augment=False)
+
     def fingerprint(self) -> str:
         """Return a hash that tells this data from other data of the same size: what a training run is resumed on."""
         about = (len(self), self.classes, self.shape, self.mean, self.std)

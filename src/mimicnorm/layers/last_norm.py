@@ -138,6 +138,12 @@ class LastNorm(_BatchNorm):
             state_dict.setdefault(f"{prefix}logit_scale", statistics.new_ones(1))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
+    def as_affine(self) -> tuple[Tensor, Tensor]:
+        """What it does in eval mode: as ``Shift.as_affine``."""
+        scale = torch.rsqrt(widened(self.running_var) + self.eps)  # pyrefly: ignore
+        scale = scale if self.weight is None else scale * self.weight
+        return scale, -self.running_mean * scale  # pyrefly: ignore
+
     def _require_two(self, values: float, shape: torch.Size) -> None:
         if values < 2:
             raise MicroBatchError(
@@ -331,7 +337,9 @@ class LastNormed(Derived):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Make the logits, then normalise them."""
-        return self.last_norm(super().forward(*args, **kwargs))  # pyrefly: ignore
+        output = super().forward(*args, **kwargs)  # pyrefly: ignore
+        # A Sequential runs all its children, and the last BN is the last of them.
+        return output if self.base.forward is nn.Sequential.forward else self.last_norm(output)
 
 
 def last_norm_(head: nn.Module, norm: LastNorm) -> nn.Module:

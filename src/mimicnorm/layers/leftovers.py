@@ -19,6 +19,10 @@ class Shift(nn.Module):
         self.register_parameter("bias", beta)
         self.channel_dim = channel_dim
 
+    def as_affine(self) -> tuple[Tensor | None, Tensor | None]:
+        """See ``deploy.fold``: factor and addend, each a scalar, one number per channel, or None."""
+        return None, self.bias
+
     def forward(self, x: Tensor) -> Tensor:
         """Add beta along the channels."""
         if self.bias is None:
@@ -42,9 +46,14 @@ class Scale(nn.Module):
         self.register_parameter("bias", beta)
         self.channel_dim, self.factor = channel_dim, factor
 
+    def as_affine(self) -> tuple[Tensor, Tensor | None]:
+        """As ``Shift.as_affine``."""
+        scale = self.residual_scale if self.factor == 1.0 else self.residual_scale * self.factor
+        return scale, self.bias
+
     def forward(self, x: Tensor) -> Tensor:
         """Multiply by the scalar, add beta along the channels."""
-        scale = self.residual_scale if self.factor == 1.0 else self.residual_scale * self.factor
+        scale, _ = self.as_affine()
         y = x * scale.to(x.dtype)
         return y if self.bias is None else y + _along(self.bias, x, self.channel_dim).to(x.dtype)
 
@@ -63,6 +72,10 @@ class FixupScalars(nn.Module):
         super().__init__()
         self.register_parameter("residual_scale", residual_scale)
         self.scalar_bias = bias
+
+    def as_affine(self) -> tuple[Tensor | None, Tensor | None]:
+        """As ``Shift.as_affine``."""
+        return self.residual_scale, self.scalar_bias
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply, then add."""

@@ -13,6 +13,7 @@ from torch import nn
 from mimicnorm.errors import CheckError, InitError, MimicNormError
 from mimicnorm.layers import OFF_CENTRE, FixupLayer, LastNorm, LastNormed, ScaledWeight, Standardised, WeightMean
 from mimicnorm.methods import Method
+from mimicnorm.surgery.example import float_shape
 from mimicnorm.surgery.init import initialise
 from mimicnorm.surgery.isolate import snapshot
 from mimicnorm.surgery.operate import operate
@@ -77,6 +78,7 @@ def _carry_out(model: nn.Module, planned: Plan, example: Any) -> Report:
         for layer in model.modules():
             if isinstance(layer, WeightMean) and layer.centring == "backward":
                 layer.project_()
+        planned.example_shape = float_shape(example)
         model._mimicnorm = planned  # pyrefly: ignore  # for check and init_; not in the state dict
         if report.init is not None:
             initialise(model, report, report.init, example)

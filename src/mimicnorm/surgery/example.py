@@ -111,6 +111,20 @@ def is_shape(example: Any) -> bool:
     return whole and len(example) > 0
 
 
+def float_shape(example: Any) -> tuple[int, ...] | None:
+    """The shape that can stand for an example: it is one, or is a single float tensor; else None.
+
+    Example:
+        >>> float_shape(torch.zeros(2, 3)), float_shape({"ids": torch.zeros(2)})
+        ((2, 3), None)
+    """
+    if isinstance(example, (tuple, list)) and len(example) == 1 and not is_shape(example):
+        example = example[0]
+    if isinstance(example, Tensor) and example.is_floating_point():
+        return tuple(example.shape)
+    return tuple(example) if is_shape(example) else None
+
+
 def describe(args: tuple, kwargs: dict) -> str:
     """Shapes and types of call arguments, for messages."""
     shapes = (f"{tuple(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors_in((args, kwargs)))

@@ -44,6 +44,7 @@ class Plan:
         init: How the initial weights are set: "theory", "calibrate" or None.
         init_why: Why that one.
         notes: What a reader should know and nothing refuses.
+        example_shape: Of the example, if that was one float tensor; for ``fold``, once it was carried out.
     """
 
     method: Method
@@ -55,6 +56,7 @@ class Plan:
     init: str | None = None
     init_why: str = ""
     notes: list[str] = field(default_factory=list)
+    example_shape: tuple[int, ...] | None = None
 
     @property
     def edits(self) -> list[Edit]:

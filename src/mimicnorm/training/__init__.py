@@ -17,15 +17,17 @@ _WHERE = {
     "Recipe": "recipes",
     "recipe": "recipes",
     "Result": "state",
+    "finished": "finished_run",
     "network": "build",
     "run_all": "sweep",
     "train": "loop",
 }
 
-__all__ = ["RECIPES", "Recipe", "Result", "network", "recipe", "run_all", "train"]
+__all__ = ["RECIPES", "Recipe", "Result", "finished", "network", "recipe", "run_all", "train"]
 
 if TYPE_CHECKING:
     from mimicnorm.training.build import network
+    from mimicnorm.training.finished_run import finished
     from mimicnorm.training.loop import train
     from mimicnorm.training.recipes import RECIPES, Recipe, recipe
     from mimicnorm.training.state import Result

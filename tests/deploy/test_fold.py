@@ -1,0 +1,327 @@
+from __future__ import annotations
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import nets
+import pytest
+import torch
+import torch.nn.functional as F
+import zoo
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from stirred import stirred
+from test_random_networks import STEPS, WIDTH, Random
+from torch import nn
+
+import mimicnorm as mn
+from mimicnorm.deploy import fold, fold_with_report, fuse
+from mimicnorm.errors import DeployError, RefusedError
+from mimicnorm.layers import scale_weight_
+
+METHODS = (mn.MimicNorm(min_fan_in=3), mn.WeightMean(min_fan_in=3), mn.LastBN(), mn.NoNorm(), mn.Fixup())
+METHODS += (mn.SkipInit(), mn.GroupNormWS(), mn.ScaledWS(skip_gain=0.5))
+SMALL = {
+    "plain": (nets.plain, (3, 6, 8, 8)),
+    "resnet": (nets.resnet, (3, 3, 8, 8)),
+    "preact": (nets.preact, (3, 3, 8, 8)),
+    "dense": (nets.Dense, (3, 3, 8, 8)),
+    "squeeze-excite": (nets.SqueezeExcite, (3, 3, 8, 8)),
+    "segmenter": (nets.Segmenter, (3, 3, 8, 8)),
+    "mlp": (nets.Mlp, (3, 4, 64)),
+}
+ZOO = ("torchvision:shufflenet_v2_x0_5", "torchvision:googlenet", "timm:resnetv2_50", "timm:repvgg_a0")
+
+
+def outputs(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [t for t in torch.utils._pytree.tree_leaves(model(x.clone())) if isinstance(t, torch.Tensor)]
+
+
+def folds_to_the_same(converted: nn.Module, x: torch.Tensor) -> nn.Module:
+    """Single and double precision; plain classes; the argument as it was. Returns the folded network."""
+    classes = [type(m) for m in converted.modules()]
+    state = copy.deepcopy(converted.state_dict())
+    folded = fold(converted)
+    assert [type(m) for m in converted.modules()] == classes
+    assert all(torch.equal(t, state[k]) for k, t in converted.state_dict().items())
+    assert not any(type(m).__module__.startswith("mimicnorm") for m in folded.modules())
+    assert not any("_mimicnorm" in m.__dict__ for m in folded.modules())
+    wide = copy.deepcopy(converted).double()
+    pairs = ((converted, folded, x, 1e-5), (wide, fold(wide), x.double(), 1e-10))
+    for before, after, batch, tolerance in pairs:
+        for a, b in zip(outputs(before, batch), outputs(after, batch), strict=True):
+            assert a.std() > 0
+            assert (a - b).abs().max() <= tolerance * a.abs().max()
+    return folded
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("method", METHODS, ids=lambda m: m.name)
+def test_output_of_every_method_as_in_eval_mode(name, method):
+    make, shape = SMALL[name]
+    try:
+        converted = stirred(make(), method, shape)
+    except RefusedError:
+        assert method.needs_branches
+        return
+    folds_to_the_same(converted, torch.randn(5, *shape[1:]))
+
+
+@pytest.mark.parametrize("spec", ZOO)
+@pytest.mark.parametrize("method", [METHODS[0], METHODS[4]], ids=lambda m: m.name)
+def test_networks_that_nobody_here_wrote(spec, method):
+    from test_zoo import build
+
+    try:
+        converted = stirred(build(spec), method, (2, 3, 64, 64))
+    except RefusedError:
+        assert method.needs_branches
+        return
+    folds_to_the_same(converted, torch.randn(2, 3, 64, 64))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(
+    steps=st.lists(st.sampled_from(STEPS), min_size=1, max_size=4),
+    inplace=st.booleans(),
+    linear=st.booleans(),
+    method=st.sampled_from(METHODS),
+)
+def test_random_networks(steps, inplace, linear, method):
+    torch.manual_seed(0)
+    x = torch.randn((4, WIDTH) if linear else (4, WIDTH, 5, 5))
+    try:
+        converted = stirred(Random(steps, inplace, linear), method, x)
+    except RefusedError:
+        return
+    folds_to_the_same(converted, torch.randn_like(x))
+
+
+# -- what a folded network is -----------------------------------------------------------------------------------
+
+
+def test_unpickles_where_mimicnorm_is_not_installed(tmp_path):
+    converted = stirred(zoo.torchvision().models.resnet18(num_classes=7), mn.MimicNorm(), (2, 3, 32, 32))
+    x = torch.randn(2, 3, 32, 32)
+    torch.save({"model": fold(converted), "x": x, "y": outputs(converted, x)[0]}, tmp_path / "folded.pt")
+    code = (
+        f"import sys; sys.path.insert(0, {str(Path(zoo.__file__).parent)!r}); sys.modules['mimicnorm'] = None\n"
+        "import torch, zoo; zoo.torchvision()\n"
+        f"saved = torch.load({str(tmp_path / 'folded.pt')!r}, weights_only=False)\n"
+        "assert (saved['model'](saved['x']) - saved['y']).abs().max() < 1e-5\n"
+        "assert not [name for name in sys.modules if name.startswith('mimicnorm.')]"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["resnet18", "vgg11_bn", "shufflenet_v2_x0_5"])
+def test_state_dict_loads_into_the_original_architecture_without_its_norms(name):
+    make = getattr(zoo.torchvision().models, name)
+    converted = stirred(make(num_classes=7), mn.MimicNorm(), (2, 3, 32, 32))
+    state = fold(converted).state_dict()
+    original = make(num_classes=7).eval()
+    for key, module in list(original.named_modules()):
+        if isinstance(module, nn.BatchNorm2d):
+            original.set_submodule(key, nn.Identity())
+        elif isinstance(module, nn.Conv2d) and module.bias is None:
+            module.bias = nn.Parameter(torch.zeros(module.out_channels))  # where beta went
+    original.load_state_dict(state)
+    x = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(outputs(original, x), outputs(converted, x), rtol=1e-5, atol=1e-5)
+
+
+def test_report_names_what_no_layer_can_take_up():
+    report = fold_with_report(stirred(nets.preact(), mn.MimicNorm(), (2, 3, 8, 8)))
+    assert report.standalone == ["blocks.0.bn1", "blocks.1.bn1"]
+    layer = report.model.blocks[0].bn1
+    assert isinstance(layer, nn.Conv2d)
+    assert (layer.groups, layer.kernel_size) == (16, (1, 1))
+    assert report.into == {"fc.last_norm": ("fc",)}
+    assert "blocks.0.bn1" in str(report)
+
+
+def test_layers_stay_what_they_were():
+    converted = stirred(nets.resnet().to(memory_format=torch.channels_last), mn.MimicNorm(), (2, 3, 8, 8))
+    converted.blocks[0].conv1.weight.requires_grad_(False)
+    folded = fold(converted)
+    conv = folded.blocks[0].conv1
+    assert type(conv) is nn.Conv2d
+    assert not conv.weight.requires_grad
+    assert folded.blocks[1].conv1.weight.requires_grad
+    assert conv.weight.is_contiguous(memory_format=torch.channels_last)
+    assert "residual_scale" not in "".join(folded.state_dict())
+    pickle.loads(pickle.dumps(folded))
+
+
+# -- heads ------------------------------------------------------------------------------------------------------
+
+
+class Pooled(nn.Module):
+    """A convolution makes class scores that are pooled and flattened afterwards."""
+
+    def __init__(self, activation: nn.Module):
+        super().__init__()
+        self.body = nn.Sequential(nets.conv(3, 8), nn.BatchNorm2d(8), nn.ReLU())
+        self.classifier = nn.Sequential(nn.Conv2d(8, 5, 1), activation, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+
+    def forward(self, x):
+        return self.classifier(self.body(x))
+
+
+def test_last_bn_goes_through_pooling_and_flatten():
+    converted = stirred(Pooled(nn.Identity()), mn.MimicNorm(), (4, 3, 8, 8), head="classifier")
+    assert type(converted.classifier).__name__ == "LastNormedSequential"
+    folded = folds_to_the_same(converted, torch.randn(4, 3, 8, 8))
+    assert type(folded.classifier) is nn.Sequential
+    assert fold_with_report(converted).into == {"classifier.last_norm": ("classifier.0",)}
+
+
+def test_a_head_behind_an_activation_is_refused():
+    converted = stirred(Pooled(nn.ReLU()), mn.MimicNorm(), (4, 3, 8, 8), head="classifier")
+    with pytest.raises(DeployError, match=r"classifier: its last BN cannot be folded.*head="):
+        fold(converted)
+
+
+# -- odd layers -------------------------------------------------------------------------------------------------
+
+
+def test_tied_layers_come_apart():
+    net = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+    net.append(nn.Linear(8, 3))
+    converted = stirred(net, mn.MimicNorm(min_fan_in=3), (4, 8))
+    converted[6].weight = nn.Parameter(converted[0].weight.detach()[:3].clone())
+    converted[3].weight = converted[0].weight
+    folds_to_the_same(converted, torch.randn(4, 8))
+
+
+def test_parametrized_weights_are_baked_in():
+    net = nets.plain()
+    converted = stirred(net, mn.MimicNorm(min_fan_in=3), (2, 6, 8, 8))
+    nn.utils.parametrizations.weight_norm(converted[0])
+    folded = folds_to_the_same(converted.eval(), torch.randn(2, 6, 8, 8))
+    assert type(folded[0]) is nn.Conv2d
+
+
+class Masked(nn.Conv2d):
+    """Computes another weight from its own, so that a residual scalar multiplies its output."""
+
+    def forward(self, input):
+        return F.conv2d(input, self.weight * (self.weight > 0), self.bias, padding=1)
+
+
+def test_a_scalar_on_the_output_of_a_foreign_forward_becomes_a_layer_behind_it():
+    converted = stirred(nets.resnet(), mn.WeightMean(), (2, 3, 8, 8))
+    scale = nn.Parameter(torch.tensor([0.3]))
+    converted.blocks[0].conv2 = scale_weight_(Masked(8, 8, 3).eval(), scale, scales_output=True)
+    report = fold_with_report(converted)
+    assert report.standalone == ["blocks.0.conv2"]
+    assert [type(m) for m in report.model.blocks[0].conv2] == [Masked, nn.Conv2d]
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(report.model(x), converted(x), rtol=1e-5, atol=1e-5)
+
+
+def test_a_weight_used_behind_the_layers_back_is_noticed():
+    class Peeking(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.bn, self.fc = nets.conv(8, 8), nn.BatchNorm2d(8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            y = F.relu(self.bn(self.conv(x)))
+            return self.fc(y.mean((2, 3)) * (1 + self.conv.weight.sum((1, 2, 3))))
+
+    converted = stirred(Peeking(), mn.WeightMean(min_fan_in=3), (2, 8, 8, 8))
+    with pytest.raises(DeployError, match=r"output differs.*in double precision"):
+        fold(converted)
+
+
+class ForeignLinear(nn.Linear):
+    """As timm's: a forward of its own that does the same."""
+
+    def forward(self, input):
+        return F.linear(input, self.weight, self.bias)
+
+
+class Doubled(nn.Linear):
+    """Its bias counts twice, so the last BN's addend would, too."""
+
+    def forward(self, input):
+        return F.linear(input, self.weight, 2 * self.bias)
+
+
+def test_a_head_with_its_own_forward_is_probed():
+    for head in (ForeignLinear, Doubled):
+        net = nets.plain()
+        net[8] = head(8, 5)
+        converted = stirred(net, mn.MimicNorm(), (2, 6, 8, 8))
+        if head is ForeignLinear:
+            assert type(folds_to_the_same(converted, torch.randn(2, 6, 8, 8))[8]) is ForeignLinear
+        else:
+            with pytest.raises(DeployError, match="8: its last BN cannot be folded"):
+                fold(converted)
+
+
+def test_a_network_that_amplifies_rounding_is_judged_in_double_precision():
+    class Chaotic(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nets.plain()
+
+        def forward(self, x):
+            y = torch.sigmoid(self.net(x))
+            for _ in range(18):  # the logistic map doubles an error in each step
+                y = 4 * y * (1 - y)
+            return y
+
+    converted = stirred(Chaotic(), mn.MimicNorm(), (16, 6, 8, 8), head="net.8")
+    report = fold_with_report(converted)
+    assert report.error > 1e-4
+    assert report.error_fp64 < 1e-5
+    assert "double precision" in str(report)
+
+
+# -- bad input --------------------------------------------------------------------------------------------------
+
+
+def test_bad_input_is_one_clear_error():
+    with pytest.raises(DeployError, match="was not converted"):
+        fold(nets.plain().eval())
+    with pytest.raises(DeployError, match="must be a torch"):
+        fold("resnet18")
+    converted = stirred(nets.plain(), mn.MimicNorm(), (2, 6, 8, 8))
+    with pytest.raises(DeployError, match=r"wrapped in DataParallel: fold"):
+        fold(nn.DataParallel(converted))
+    converted[4].train()
+    with pytest.raises(DeployError, match=r"4 is in training mode: call model.eval\(\)"):
+        fold(converted)
+
+
+def test_an_example_is_asked_for_where_none_is_known():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = nets.plain()
+
+        def forward(self, *, image):
+            return self.net(image)
+
+    image = torch.randn(2, 6, 8, 8)
+    converted = stirred(Named(), mn.MimicNorm(), {"image": image})
+    with pytest.raises(DeployError, match="example="):
+        fold(converted)
+    folded = fold(converted, example={"image": image})
+    torch.testing.assert_close(folded(image=image), converted(image=image), rtol=1e-5, atol=1e-5)
+
+
+def test_fusion_of_batch_norms_by_pytorch():
+    model, x = nets.resnet(), torch.randn(8, 3, 8, 8)
+    model(x)  # statistics move
+    fused = fuse(model.eval())
+    assert not any(isinstance(m, nn.BatchNorm2d) for m in fused.modules())
+    torch.testing.assert_close(fused(x), model(x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(DeployError, match="training mode"):
+        fuse(model.train())
