@@ -36,6 +36,7 @@ class Settings(TypedDict, total=False):
     loss: Loss | None
     optimizer: str | MakeOptimizer | None
     autocast: torch.dtype | None
+    activation_bits: int | None
     fake: bool
     device: str | torch.device | None
 
@@ -47,6 +48,7 @@ def measure(
     loss: Loss | None = None,
     optimizer: str | MakeOptimizer | None = "sgd-momentum",
     autocast: torch.dtype | None = None,
+    activation_bits: int | None = None,
     fake: bool = True,
     device: str | torch.device | None = None,
     batch: int | None = None,
@@ -74,6 +76,7 @@ def measure(
         optimizer: ``"sgd-momentum"``, ``"sgd"``, ``"adamw"``, a function from parameters to an optimizer, or
             None for no step at all.
         autocast: Run forward and loss in ``torch.autocast`` with this type: ``torch.bfloat16`` or ``torch.float16``.
+        activation_bits: Save activations in so many bits: 8, 4, 2, or 32, as ``compress.saved_activations`` does.
         fake: With False, run the step for real on copies, on the device where the model is. For networks whose
             shapes depend on the data; give real data as the example.
         device: What the prediction is for; the model's own device if not given. With ``"cuda"`` for a model on the CPU,
@@ -117,7 +120,8 @@ def measure(
         copied = cache(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
         inputs = tree_map_only(Tensor, copied, example)
         args, kwargs = call_arguments(bare, inputs if batch is None else with_samples(inputs, batch))
-        setting = (bare, compiled, args, kwargs, default_loss if loss is None else loss, autocast, fake, new_tracker())
+        loss_fn = default_loss if loss is None else loss
+        setting = (bare, compiled, args, kwargs, loss_fn, autocast, activation_bits, fake, new_tracker())
         passes = Passes(*setting) if micro_batch is None else MicroBatchPasses(*setting, size=micro_batch)
         passes.follow_modules()
         if compiled:  # once for the compiler, so that the tracker sees compiled code and not the compiler at work
