@@ -37,8 +37,8 @@ _WHERE = {
     "MimicNormError": "errors",
 }
 _MODULES = (
-    *("compare", "data", "errors", "layers", "memory", "methods", "microbatch", "models", "report", "theory"),
-    "training",
+    *("compare", "compress", "data", "errors", "layers", "memory", "methods", "microbatch", "models", "report"),
+    *("theory", "training"),
 )
 
 __all__ = [*_WHERE, *_MODULES]
@@ -46,6 +46,7 @@ __all__ = [*_WHERE, *_MODULES]
 if TYPE_CHECKING:
     from mimicnorm import (
         compare,
+        compress,
         data,
         errors,
         layers,

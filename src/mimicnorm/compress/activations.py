@@ -18,6 +18,7 @@ from torch import Tensor
 from mimicnorm.compress.codec import Code, Kind
 from mimicnorm.compress.store import Encoded, Store, refuse_second_derivatives
 
+
 @dataclass(frozen=True)
 class Gate:
     """The gradient of an activation: ``inside`` where the output lies between the bounds, ``outside`` elsewhere."""

@@ -1,7 +1,7 @@
 """Numbers in 8, 4 or 2 bits: flat buffers in, codes and a scale per group out, and back.
 
-A buffer is an activation's memory in order, whatever its shape and memory format. Groups of 256 numbers share a scale in
-bf16. ``Kind`` says what the codes mean; every kind keeps exactly what an activation's gradient asks of its output.
+A buffer is an activation's memory in order, whatever its shape and memory format. Groups of 256 numbers share a scale
+in bf16. ``Kind`` says what the codes mean; every kind keeps exactly what an activation's gradient asks of its output.
 Rounding is to nearest at 8 bits and stochastic below, by a hash of (seed, element's index). The operations are custom
 ops, so that fake tensors and dispatch modes see what goes in and comes out, not the kernels.
 """
@@ -50,9 +50,8 @@ class Code:
         groups = -(-count // GROUP)
         return groups * (GROUP * self.bits // 8 + 2)
 
-
     def gate(self, grad: Tensor, codes: Tensor, inside: float, outside: float) -> Tensor:
-        """Multiply a flat gradient by ``inside`` where a number is off its bounds (above 0), by ``outside`` elsewhere."""
+        """Multiply a flat gradient by ``inside`` where the number is off its bounds (above 0), else by ``outside``."""
         return _gate(grad, codes, int(self.kind), self.bits, inside, outside)
 
 
@@ -69,9 +68,7 @@ class Payload:
     def decode(self) -> Tensor:
         """Return the numbers, flat."""
         code = self.code
-        return _decode(
-            self.codes, self.scales, int(code.kind), code.bits, code.low, code.high, self.count, self.dtype
-        )
+        return _decode(self.codes, self.scales, int(code.kind), code.bits, code.low, code.high, self.count, self.dtype)
 
 
 def encode(flat: Tensor, code: Code, seed: int) -> Payload:

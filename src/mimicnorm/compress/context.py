@@ -28,7 +28,7 @@ def require_bits(bits: Any) -> int:
     return int(bits)
 
 
-class saved_activations:  # noqa: N801  a context manager, named as those of torch are
+class saved_activations:
     """Save activations in few bits during the forward pass inside; the backward pass may run anywhere.
 
     In a network of ReLUs, convolutions and linear layers the gradient that flows back stays exact: rounding enters only
@@ -64,6 +64,7 @@ class saved_activations:  # noqa: N801  a context manager, named as those of tor
         pack = self._store.pack
         self._hooks = saved_tensors_hooks(pack, _unpack)
         self._mode = Roles(self._store, self.bits, lambda: (_top_hooks() or (None,))[0] is pack)
+        self._store.saves_in_role = self._mode.saves_in_role
         self._hooks.__enter__()
         self._mode.__enter__()
         return self
@@ -107,8 +108,8 @@ def enable_(model: nn.Module, bits: int = 8, *, seed: int | None = None) -> Enab
     for name, module in model.named_modules():
         if isinstance(module, OptimizedModule) or module._compiled_call_impl is not None:
             raise CompressionError(
-                f"{name or type(module).__name__!r} is compiled, and what compiled code saves has lost its role: enable "
-                "the model without torch.compile"
+                f"{name or type(module).__name__!r} is compiled, and what compiled code saves has lost its role: "
+                "enable the model without torch.compile"
             )
     passes = _Passes(bits, seed)
     before = model.register_forward_pre_hook(passes.enter)

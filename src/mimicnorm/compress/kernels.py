@@ -1,7 +1,7 @@
 """The arithmetic of the codec: encode, decode and gate rows of 256 numbers, with codes packed into bytes.
 
-Large buffers run through ``torch.compile``, small ones and those of machines without a compiler in eager mode, in pieces
-that stay in the processor's cache. Both write into memory that is there already, so no copy of an activation is made.
+Large buffers run through ``torch.compile``, small ones and those of machines without a compiler in eager mode, in
+pieces that stay in the processor's cache. Both write into memory that is there, so no activation is copied.
 """
 
 from __future__ import annotations
@@ -39,10 +39,9 @@ def encode_rows(
         size, steps = (x - low) * (x < high), last - 2
     else:
         size, steps = x - low, last - 1
-    top = size.amax(1, keepdim=True) * (1 + 2**-8)  # so that rounding to bf16 does not make it less
-    scale = top.clamp(min=_TINY).to(torch.bfloat16)
+    scale = _up_to_bf16(size.amax(1, keepdim=True).clamp(min=_TINY))
     scales.copy_(scale)
-    stretched = size * (steps / scale.float()) + (_uniforms(x, start, seed) if seed else 0.5)
+    stretched = size * (steps / scale) + (_uniforms(x, start, seed) if seed else 0.5)
     level = stretched.clamp(0, steps + 0.5).to(torch.uint8)
     if kind == SIGNED:
         code = level + (x > 0) * 2 ** (bits - 1)
@@ -90,6 +89,11 @@ def gate_rows(
     if outside or inside != 1:
         is_inside = is_inside * (inside - outside) + outside
     out.copy_(grad * is_inside)
+
+
+def _up_to_bf16(x: Tensor) -> Tensor:
+    """Round up to a number that bf16 has; a compiled kernel skips a cast there and back."""
+    return (x.contiguous().view(torch.int32) + 0xFFFF & -0x10000).view(torch.float32)
 
 
 def packed(code: Tensor, bits: int) -> Tensor:

@@ -19,12 +19,20 @@ _aten = torch.ops.aten
 
 
 def max_pool2d(
-    x: Tensor, kernel_size: Any, stride: Any = None, padding: Any = 0, dilation: Any = 1, ceil_mode: bool = False
+    x: Tensor,
+    kernel_size: Any,
+    stride: Any = None,
+    padding: Any = 0,
+    dilation: Any = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
 ) -> Tensor | None:
-    """Return ``F.max_pool2d``, or None where its window has more places than a byte counts."""
+    """Return ``F.max_pool2d``; None if indices are wanted, or a window has more places than a byte counts."""
     kernel = _pair(kernel_size)
+    if return_indices or math.prod(kernel) > 256:
+        return None
     settings = (kernel, _pair(stride or kernel), _pair(padding), _pair(dilation))
-    return _MaxPool.apply(x, *settings, ceil_mode) if math.prod(kernel) <= 256 else None
+    return _MaxPool.apply(x, *settings, ceil_mode)
 
 
 def avg_pool2d(

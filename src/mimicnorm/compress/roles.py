@@ -1,4 +1,4 @@
-"""What each function of a forward pass means for what is saved: a role per function, never a guess from sizes or values.
+"""What each function of a forward pass means for what is saved: a role per function, no guess from sizes or values.
 
 A mode sees the functions as they are called. Inputs of weight layers and norms and inputs or outputs of activations are
 marked, and encoded when autograd saves them; activations whose output is enough, and pooling, run in functions of their
@@ -41,7 +41,7 @@ def _leaky_relu(negative_slope: float = 0.01, inplace: bool = False) -> Gate | N
 
 
 def _always(gate: Gate) -> Callable[..., Gate]:
-    return lambda inplace=False: gate
+    return lambda inplace=False: gate  # noqa: ARG005
 
 
 GATES: dict[Any, Callable[..., Gate | None]] = {
@@ -83,19 +83,36 @@ class Roles(TorchFunctionMode):
         self.store, self.bits, self.active = store, bits, active
         self.signed, self.at_least_8 = Code(Kind.SIGNED, min(bits, 8)), Code(Kind.SIGNED, 8)
         self.ran_compiled = False
+        self._running, self._linear_input = False, 0
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         """Run a function in its role."""
-        kwargs = kwargs or {}
         if torch.compiler.is_compiling():
             self.ran_compiled = True
-            return func(*args, **kwargs)
+            return func(*args, **(kwargs or {}))
+        self._running = True
+        if torch.is_grad_enabled():  # so no autograd function is at work
+            self._linear_input = 0
+        try:
+            return self._run(func, args, kwargs or {})
+        finally:
+            self._running = False
+
+    def _run(self, func: Any, args: tuple, kwargs: dict) -> Any:
         rule = _RULES.get(func)
         x = args[0] if args else kwargs.get("input")
-        if rule is None or not isinstance(x, Tensor) or not torch.is_grad_enabled() or not self.active():
+        differentiates = torch.is_grad_enabled() or rule is _weight_layer  # which may run in an autograd function
+        if rule is None or not isinstance(x, Tensor) or not differentiates or not self.active():
             return func(*args, **kwargs)
         args, kwargs = args[1:], {k: v for k, v in kwargs.items() if k != "input"}
         return rule(self, func, x, args, kwargs)
+
+    def saves_in_role(self, tensor: Tensor) -> bool:
+        """Whether what saves a tensor is known: a function of torch, or an autograd function that is a weight layer.
+
+        Any other autograd function may do anything with what it saves: a checkpoint runs again from it.
+        """
+        return self._running or tensor.untyped_storage()._cdata == self._linear_input
 
     def mark(self, x: Tensor, code: Code) -> None:
         """Mark what a graph computed; inputs of the network are the caller's, and stay in memory anyway."""
@@ -133,6 +150,8 @@ def _weight_layer(mode: Roles, func: _Call, x: Tensor, args: tuple, kwargs: dict
     if dtype is not None and x.dtype == torch.float32:  # autocast would cast below, and save what no mark is on
         x = x.to(dtype)
     mode.mark(x, mode.signed)
+    if not torch.is_grad_enabled():
+        mode._linear_input = x.untyped_storage()._cdata  # by its address: to hold it would keep it alive
     return func(x, *args, **kwargs)
 
 
@@ -144,10 +163,7 @@ def _norm(mode: Roles, func: _Call, x: Tensor, args: tuple, kwargs: dict) -> Ten
 
 
 def _pool(pool: Callable[..., Tensor | None], mode: Roles, func: _Call, x: Tensor, args: tuple, kwargs: dict) -> Any:
-    with_indices = kwargs.get("return_indices", len(args) > 5 and args[5])
-    y = None
-    if x.requires_grad and not with_indices:
-        y = pool(x, *args, **{k: v for k, v in kwargs.items() if k != "return_indices"})
+    y = pool(x, *args, **kwargs) if x.requires_grad else None
     if y is None:
         return func(x, *args, **kwargs)
     if mode.bits < 32 and mode.store.kind(x) is Kind.ABOVE:

@@ -7,6 +7,7 @@ Entries end with their storage or with the forward pass; what is saved belongs t
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -119,10 +120,12 @@ class Store:
     Args:
         seed: Of the random numbers.
         outer: The hooks that would have been called without ours.
+        saves_in_role: Whether it is known what saves a tensor; if not, it is saved as it is.
     """
 
     def __init__(self, seed: int, outer: Hooks | None = None):
         self._seed, self._outer = seed, outer
+        self.saves_in_role: Callable[[Tensor], bool] = lambda _: True
         self._entries: dict[int, _Entry] = {}
 
     def mark(self, tensor: Tensor, code: Code) -> None:
@@ -148,7 +151,7 @@ class Store:
         geometry = (tensor.shape, buffer.stride(), 0)
         whole = View(code, self.keep(p.codes), self.keep(p.scales), p.count, p.dtype, geometry)
         gaps = None if dense else _geometry(tensor)
-        return Encoded(whole, tensor.storage_offset(), tensor._version, gaps), p.codes
+        return Encoded(whole, _geometry(tensor)[2], tensor._version, gaps), p.codes
 
     def add(self, tensor: Tensor, encoded: Encoded) -> None:
         """Have everybody who saves a tensor or its views hold what it was encoded to."""
@@ -159,6 +162,8 @@ class Store:
         """Return what the graph is to hold in place of a tensor."""
         if tensor.layout is not torch.strided:
             return Kept(tensor, self._outer)
+        if not self.saves_in_role(tensor):
+            return self.keep(tensor)
         entry = self._entry(tensor)
         for encoded in entry.encoded:
             if encoded.covers(tensor):
@@ -187,13 +192,14 @@ class Store:
         key = storage._cdata
         entry = self._entries.get(key)
         if entry is None or entry.storage() is not storage:  # an address may be used again
-            entry = self._entries[key] = _Entry(weakref.ref(storage, self._dropper(key)))
+            drop = functools.partial(_drop, self._entries, key)
+            entry = self._entries[key] = _Entry(weakref.ref(storage, drop))
         return entry
 
-    def _dropper(self, key: int) -> Callable[[Any], None]:
-        entries = self._entries
-        return lambda _: entries.pop(key, None) and None
+
+def _drop(entries: dict[int, _Entry], key: int, _dead: weakref.ref) -> None:
+    entries.pop(key, None)
 
 
 def _geometry(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
-    return tensor.shape, tensor.stride(), tensor.storage_offset()
+    return tensor.shape, tensor.stride(), int(tensor.storage_offset())

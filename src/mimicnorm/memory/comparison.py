@@ -109,7 +109,8 @@ def compare(
             Those that the network cannot take are in ``refused``, each with its reason.
         budget: With it, also find each method's largest batch.
         progress: Called with a line of text before each prediction.
-        **settings: ``loss``, ``optimizer``, ``autocast``, ``activation_bits``, ``fake`` and ``device`` as for ``measure``.
+        **settings: ``loss``, ``optimizer``, ``autocast``, ``activation_bits``, ``fake`` and ``device`` as for
+            ``measure``.
 
     Raises:
         RefusedError: No method can be applied, or only one of several: there is nothing to compare.
