@@ -48,8 +48,11 @@ def test_inputs_of_norms_and_not_their_statistics(norm, bits):
 
 @pytest.mark.parametrize(
     "function",
-    [torch.sigmoid, lambda x: torch.softmax(x, 1), torch.exp, nn.BatchNorm1d(64, affine=False)],
-    ids=["gate", "softmax", "exp", "last BN"],
+    [
+        *(torch.sigmoid, lambda x: torch.softmax(x, 1), torch.exp),
+        *(mn.layers.LastNorm(64), mn.layers.LastNorm(64, logit_scale=True)),
+    ],
+    ids=["gate", "softmax", "exp", "last BN", "last BN with a scale"],
 )
 def test_what_has_no_role_is_left_alone(function):
     assert held(function) >= 4 * SIZE

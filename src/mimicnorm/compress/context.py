@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,7 +62,7 @@ class saved_activations:
             return self
         seed = torch.initial_seed() + (next(_passes) << 20) if self.seed is None else self.seed
         self._store = Store(seed, outer)
-        pack = self._store.pack
+        pack = _outside_modes(self._store.pack)
         self._hooks = saved_tensors_hooks(pack, _unpack)
         self._mode = Roles(self._store, self.bits, lambda: (_top_hooks() or (None,))[0] is pack)
         self._store.saves_in_role = self._mode.saves_in_role
@@ -84,6 +85,16 @@ class saved_activations:
 
 def _top_hooks() -> Hooks | None:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def _outside_modes(pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+    """Keep what a hook does with tensors from the modes of the forward pass, ours among them."""
+
+    def packed(tensor: Tensor) -> Any:
+        with torch._C.DisableTorchFunction():
+            return pack(tensor)
+
+    return packed
 
 
 def _unpack(saved: View | Kept) -> Tensor:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
 from mimicnorm.compress import pooling
@@ -64,7 +65,7 @@ SLOPES = (F.prelu, torch.prelu, Tensor.prelu)
 
 WEIGHT_LAYERS = {*LINEAR_CALLS, torch.convolution}
 NORMS = {F.batch_norm: 3, F.instance_norm: 3, F.group_norm: 2, F.layer_norm: 2}
-"""Norms, each with the position of its weight. A norm without one is left alone: the last BN is such a norm."""
+"""Norms, each with the position of its weight. One without a parameter as its weight is left alone: as the last BN."""
 MAX_POOLS = (F.max_pool2d, torch.max_pool2d)
 AVG_POOLS = (F.avg_pool2d,)
 
@@ -89,6 +90,8 @@ class Roles(TorchFunctionMode):
         """Run a function in its role."""
         if torch.compiler.is_compiling():
             self.ran_compiled = True
+            return func(*args, **(kwargs or {}))
+        if isinstance(func, OpOverload):  # of a dispatch mode, between an autograd function and its hooks
             return func(*args, **(kwargs or {}))
         self._running = True
         if torch.is_grad_enabled():  # so no autograd function is at work
@@ -157,7 +160,8 @@ def _weight_layer(mode: Roles, func: _Call, x: Tensor, args: tuple, kwargs: dict
 
 def _norm(mode: Roles, func: _Call, x: Tensor, args: tuple, kwargs: dict) -> Tensor:
     position = NORMS[func] - 1  # x is gone from args
-    if kwargs.get("weight", args[position] if len(args) > position else None) is not None:
+    weight = kwargs.get("weight", args[position] if len(args) > position else None)
+    if weight is not None and weight.is_leaf:  # a last BN has none, or computes it from one scalar
         mode.mark(x, mode.signed)
     return func(x, *args, **kwargs)
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mimicnorm.arguments import positive_int
+from mimicnorm.compress.context import require_bits
 from mimicnorm.errors import MemoryPredictionError
 from mimicnorm.memory.analysis import Analysis
 from mimicnorm.memory.compiled import partition_compiled
@@ -103,6 +104,8 @@ def measure(
         raise MemoryPredictionError(f"fake={fake!r}: use True or False")
     if batch is not None:
         batch = positive_int(batch, "batch", error=MemoryPredictionError)
+    if activation_bits is not None:
+        require_bits(activation_bits)
     if micro_batch is not None:
         micro_batch = positive_int(micro_batch, "micro_batch", error=MemoryPredictionError)
     model_device = next(model.parameters()).device.type
@@ -184,6 +187,7 @@ def _tracked_step(passes: Passes, make_optimizer: MakeOptimizer | None, target: 
         saved_by_module=tracker.saved_by_module,
         device=target,
         micro_batch=min(passes.size, samples) if isinstance(passes, MicroBatchPasses) else None,
+        activation_bits=passes.activation_bits,
     )
 
 
