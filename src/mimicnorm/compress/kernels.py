@@ -7,6 +7,7 @@ pieces that stay in the processor's cache. Both write into memory that is there,
 from __future__ import annotations
 
 import functools
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +21,7 @@ ABOVE, BETWEEN, SIGNED = range(3)
 COMPILED_FROM = 2**18
 """Numbers from which on a compiled kernel is worth its start."""
 _EAGER_ROWS = 256  # 64 Ki numbers: a piece and its intermediates fit a processor's cache
+_COMPILED_ROWS = 2**22  # 2^30 numbers: an index fits 32 bits
 _TINY = 1e-30  # what a number above the bound decodes to at least; stock backward functions test `> 0`
 _TINY_HALF = 6e-8  # the least number of fp16
 
@@ -36,20 +38,22 @@ def encode_rows(
     if kind == SIGNED:
         size, steps = x.abs(), 2 ** (bits - 1) - 1
     elif kind == BETWEEN:
-        size, steps = (x - low) * (x < high), last - 2
+        at_high = (x >= high).float()
+        size, steps = (x - low) * (1 - at_high), last - 2
     else:
         size, steps = x - low, last - 1
     scale = _up_to_bf16(size.amax(1, keepdim=True).clamp(min=_TINY))
     scales.copy_(scale)
-    stretched = size * (steps / scale) + (_uniforms(x, start, seed) if seed else 0.5)
-    level = stretched.clamp(0, steps + 0.5).to(torch.uint8)
+    # In floats up to the last cast: on CPUs neither sums of bytes and booleans (compiled) nor torch.where (eager) are
+    # vectorised.
+    level = (size * (steps / scale) + (_uniforms(x, start, seed) if seed else 0.5)).clamp(0, steps + 0.5)
     if kind == SIGNED:
-        code = level + (x > 0) * 2 ** (bits - 1)
+        code = level + (x > 0).float() * 2 ** (bits - 1)
     else:
-        code = (level + 1) * (x > low)
+        code = (level + 1) * (x > low).float()
         if kind == BETWEEN:
-            code = code + (x >= high) * (last - 1)  # their size is 0, so their code is 1
-    codes.copy_(packed(code.to(torch.uint8), bits))
+            code = code + at_high * (last - 1)  # their size is 0, so their code was 1
+    codes.copy_(packed(code.to(torch.int32), bits))
 
 
 def decode_rows(
@@ -80,14 +84,14 @@ def gate_rows(
     """Write a gradient multiplied by ``inside`` or ``outside``, as its code says."""
     del start
     code, last = unpacked(codes, bits), 2**bits - 1
-    if kind == SIGNED:
-        is_inside = (code >= 2 ** (bits - 1)).to(grad.dtype)
-    elif kind == BETWEEN:
-        is_inside = ((code > 0) & (code < last)).to(grad.dtype)
+    if kind == ABOVE:
+        is_inside = code.clamp(max=1).to(grad.dtype)
+    elif kind == SIGNED:
+        is_inside = (code.float() >= 2 ** (bits - 1)).to(grad.dtype)
     else:
-        is_inside = code.clamp(max=1).to(grad.dtype)  # a product: torch.where on bytes is not vectorised on CPUs
+        is_inside = (code.float() > 0).to(grad.dtype) * (code.float() < last).to(grad.dtype)
     if outside or inside != 1:
-        is_inside = is_inside * (inside - outside) + outside
+        is_inside = is_inside * inside + (1 - is_inside) * outside  # exactly one of the two
     out.copy_(grad * is_inside)
 
 
@@ -99,7 +103,10 @@ def _up_to_bf16(x: Tensor) -> Tensor:
 def packed(code: Tensor, bits: int) -> Tensor:
     """Put several codes into a byte: those of the row's halves, or quarters."""
     parts = code.chunk(8 // bits, 1)
-    return functools.reduce(lambda byte, part: byte | part[1] << bits * part[0], enumerate(parts[1:], 1), parts[0])
+    byte = parts[0]
+    for number, part in enumerate(parts[1:], 1):
+        byte = byte | part << bits * number
+    return byte.to(torch.uint8)
 
 
 def unpacked(codes: Tensor, bits: int) -> Tensor:
@@ -111,7 +118,7 @@ def unpacked(codes: Tensor, bits: int) -> Tensor:
 
 def _uniforms(x: Tensor, start: int, seed: int) -> Tensor:
     """Return a number in [0, 1) for each element: a hash of its index and the seed (the finaliser of murmur3)."""
-    index = torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape) + start * GROUP
+    index = torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape) + _signed(start * GROUP)
     h = index * _signed(0x9E3779B1) + seed
     for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
         h = (h ^ (h >> shift & 2 ** (32 - shift) - 1)) * _signed(factor)  # the mask makes the shift logical
@@ -141,7 +148,8 @@ def by_rows(kernel: str, tensors: tuple[Tensor, ...], settings: tuple) -> None:
     whole = count // GROUP
     rows = [t[: whole * GROUP].view(whole, GROUP) if t.dim() == 1 else t[:whole] for t in tensors]
     if count >= COMPILED_FROM and not _broken:
-        _try_compiled(kernel, rows, settings)
+        for first in range(0, whole, _COMPILED_ROWS):
+            _try_compiled(kernel, [t[first : first + _COMPILED_ROWS] for t in rows], first, settings)
     if count < COMPILED_FROM or _broken:
         for first in range(0, whole, _EAGER_ROWS):
             _ROWS[kernel](*(t[first : first + _EAGER_ROWS] for t in rows), first, *settings)
@@ -156,10 +164,10 @@ def _padded(tail: Tensor) -> Tensor:
     return torch.nn.functional.pad(tail, (0, GROUP - tail.numel())).view(1, GROUP)
 
 
-def _try_compiled(kernel: str, rows: list[Tensor], settings: tuple) -> None:
+def _try_compiled(kernel: str, rows: list[Tensor], first: int, settings: tuple) -> None:
     try:
         with torch._C.DisableTorchFunction():  # or the compiler guards on the modes of the forward pass
-            _compiled(kernel, settings[:2])(*rows, 0, *settings)
+            _compiled(kernel, settings[:2])(*rows, first, *settings)
     except Exception as error:  # no compiler, or one that fails: whatever it raises, eager mode computes the same
         _broken.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         warnings.warn(
@@ -172,12 +180,7 @@ def _try_compiled(kernel: str, rows: list[Tensor], settings: tuple) -> None:
 def _compiled(kernel: str, static: tuple) -> Any:
     """Compile a kernel for a kind and a width; sizes and seeds stay variable."""
     del static
-    function = _ROWS[kernel]
+    function: Any = _ROWS[kernel]
     # a code object of its own: the compiler hangs its cache on it, and gives up after eight entries
-    return torch.compile(_copied(function), dynamic=True)
-
-
-def _copied(function: Any) -> Any:
-    import types
-
-    return types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    own = types.FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    return torch.compile(own, dynamic=True)
