@@ -99,6 +99,36 @@ def test_a_gate_shares_what_the_relu_saved():
     assert torch.allclose(gate.grad, right, rtol=0.01)
 
 
+class Cube(torch.autograd.Function):
+    """Somebody's function; what it saves enters its gradient."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 3 * ctx.saved_tensors[0] ** 2 * grad
+
+
+def test_what_an_unknown_function_saves_is_left_alone():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = mn.layers.weight_mean_class(nn.Conv2d)(8, 4, 3)
+
+        def forward(self, x):
+            y = F.relu(x)
+            return self.conv(y).mean() + Cube.apply(y).mean()
+
+    x = torch.randn(4, 8, 12, 12)
+    net = Net()
+    right, found = (gradients(net, x, bits, loss=torch.sum) for bits in (None, 4))
+    assert torch.equal(found["input"], right["input"])
+    assert not torch.equal(found["conv.weight"], right["conv.weight"])
+
+
 def test_without_gradients_nothing_happens():
     model, x = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU6(), nn.MaxPool2d(2)), torch.randn(2, 3, 12, 12)
     with torch.no_grad(), counted() as found, saved_activations(4):

@@ -38,8 +38,7 @@ def encode_rows(
     if kind == SIGNED:
         size, steps = x.abs(), 2 ** (bits - 1) - 1
     elif kind == BETWEEN:
-        at_high = (x >= high).float()
-        size, steps = (x - low) * (1 - at_high), last - 2
+        size, steps = (x - low) * (x < high).float(), last - 2
     else:
         size, steps = x - low, last - 1
     scale = _up_to_bf16(size.amax(1, keepdim=True).clamp(min=_TINY))
@@ -52,7 +51,7 @@ def encode_rows(
     else:
         code = (level + 1) * (x > low).float()
         if kind == BETWEEN:
-            code = code + at_high * (last - 1)  # their size is 0, so their code was 1
+            code = code + (x >= high).float() * (last - 1)  # their size is 0, so their code was 1
     codes.copy_(packed(code.to(torch.int32), bits))
 
 
