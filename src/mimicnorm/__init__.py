@@ -38,8 +38,20 @@ _WHERE = {
     "MimicNormError": "errors",
 }
 _MODULES = (
-    *("compare", "data", "deploy", "errors", "layers", "memory", "methods", "microbatch", "models", "report", "theory"),
-    "training",
+    *(
+        "compare",
+        "compress",
+        "data",
+        "deploy",
+        "errors",
+        "layers",
+        "memory",
+        "methods",
+        "microbatch",
+        "models",
+        "report",
+    ),
+    *("theory", "training"),
 )
 
 __all__ = [*_WHERE, *_MODULES]
@@ -47,6 +59,7 @@ __all__ = [*_WHERE, *_MODULES]
 if TYPE_CHECKING:
     from mimicnorm import (
         compare,
+        compress,
         data,
         deploy,
         errors,

@@ -45,6 +45,10 @@ class MemoryPredictionError(MimicNormError):
     """The memory of a network cannot be predicted, or a budget cannot be met."""
 
 
+class CompressionError(MimicNormError):
+    """Activations cannot be saved as asked, or what was saved cannot serve."""
+
+
 class NameNotFoundError(MimicNormError):
     """A model, method or option name is not known; the message suggests similar ones, or lists all of a short list.
 

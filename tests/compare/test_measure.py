@@ -56,6 +56,12 @@ def test_micro_batches_are_predicted_as_such(method):
     assert parts["saved_bytes_per_image"] == pytest.approx(whole["saved_bytes_per_image"], rel=0.02)
 
 
+def test_activation_bits_are_predicted_as_such():
+    plain, few = predicted(), predicted(activation_bits=8)
+    assert few["saved_bytes_per_image"] < 0.3 * plain["saved_bytes_per_image"]
+    assert few["peak_bytes"] == by_hand(LAST, activation_bits=8).peak_bytes
+
+
 def test_the_device_is_that_of_training():
     elsewhere = predicted(processes=Processes(torch.device("meta")))
     assert (elsewhere["device"], predicted()["device"]) == ("meta", "cpu")

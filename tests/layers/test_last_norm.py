@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import pickle
 
 import pytest
@@ -46,6 +47,22 @@ def test_it_multiplies_what_would_be_the_output(shape, dim, mode, momentum, last
     torch.testing.assert_close(dict(ours.named_buffers()), dict(plain.named_buffers()))
 
 
+def test_below_one_the_scale_falls_exponentially_and_never_below_zero():
+    for value, expected in ((7.5, 7.5), (1.0, 1.0), (0.5, math.exp(-0.5)), (-8.0, math.exp(-9.0))):
+        norm = scaled(value)
+        assert norm.scale.item() == pytest.approx(expected, rel=1e-12)
+        (slope,) = torch.autograd.grad(norm.scale, norm.logit_scale)
+        assert slope.item() == pytest.approx(min(expected, 1.0), rel=1e-12)
+    x, y = torch.randn(64, 5), torch.zeros(64, dtype=torch.long)  # nothing to learn but that one class is frequent
+    norm = LastNorm(5, logit_scale=True)
+    optimizer = torch.optim.SGD(norm.parameters(), lr=0.5, momentum=0.9)
+    for _ in range(100):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(norm(x), y).backward()
+        optimizer.step()
+    assert norm.logit_scale < 0 < norm.scale
+
+
 @pytest.mark.parametrize(("shape", "dim"), SHAPES)
 def test_nothing_more_is_saved_for_backward(shape, dim):
     def saved(norm: LastNorm) -> int:
@@ -61,8 +78,8 @@ def test_nothing_more_is_saved_for_backward(shape, dim):
         assert y.requires_grad
         return sum(sizes.values())
 
-    per_class = torch.empty(5).nbytes
-    assert saved(LastNorm(5, dim, logit_scale=True)) <= saved(LastNorm(5, dim)) + per_class
+    per_class, scalar = torch.empty(5).nbytes, torch.empty(1).nbytes
+    assert saved(LastNorm(5, dim, logit_scale=True)) <= saved(LastNorm(5, dim)) + per_class + scalar
 
 
 def test_a_state_dict_from_before_loads_as_1():

@@ -30,8 +30,11 @@ def apart(a: Path, b: Path) -> float:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"method": "mimicnorm"}, {"method": "mimicnorm", "micro_batch": 2}, {"method": "weight-mean"}],
-    ids=["mimicnorm", "micro-batches", "weight-mean"],
+    [
+        *({"method": "mimicnorm"}, {"method": "mimicnorm", "micro_batch": 2}, {"method": "weight-mean"}),
+        {"method": "mimicnorm", "activation_bits": 32, "micro_batch": 2},
+    ],
+    ids=["mimicnorm", "micro-batches", "weight-mean", "32 activation bits"],
 )
 def test_two_processes_give_the_weights_of_one(tmp_path: Path, changes):
     settings = {**TWENTY_STEPS, **changes}
@@ -42,6 +45,14 @@ def test_two_processes_give_the_weights_of_one(tmp_path: Path, changes):
     said = [(tmp_path / f"two.{rank}").read_text() for rank in range(2)]
     assert said[0] == said[1]
     assert said[0].startswith("done 24")
+
+
+def test_rounded_activations_on_two_processes(tmp_path: Path):
+    """Each process rounds its own share: after a step, weights are near those of one process and not equal to them."""
+    settings = {**TWENTY_STEPS, "model": "tiny:wide", "activation_bits": 4, "batch": 48, "epochs": 1, "warmup": 0.0}
+    tiny.train(tmp_path / "one", **settings)
+    assert tiny.together(2, tmp_path / "two", **settings) == [0, 0]
+    assert 1e-6 < apart(tmp_path / "one", tmp_path / "two") < 0.02
 
 
 def test_batch_norm_on_two_processes_runs_on_each_ones_share(tmp_path: Path):

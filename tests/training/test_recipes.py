@@ -67,6 +67,7 @@ def test_a_recipe_is_frozen_and_changed_by_copy():
         *({"model": 3}, {"data": None}, {"method": 1.0}, {"settings": "residual=linear"}, {"settings": (3,)}),
         *({"validation": 1.0}, {"validation": -0.1}, {"schedule": "poly"}, {"optimizer": "adam"}, {"classes": (0, 1)}),
         *({"classes": "3"}, {"classes": "0-3,2"}, {"classes": "a-c"}, {"classes": "-1"}, {"classes": "9-0"}),
+        *({"activation_bits": 3}, {"activation_bits": 8, "compile": True}, {"activation_bits": -1}),
         *({"compile": "no"}, {"channels_last": 0}, {"batch": True}, {"micro_batch": False}, {"scalar_rate": True}),
     ],
 )

@@ -291,6 +291,21 @@ def test_adamw_killed_at_random_lines_and_started_again(tmp_path: Path):
     assert tiny.outcome(cut) == tiny.outcome(whole)
 
 
+def test_rounded_activations_killed_and_started_again(tmp_path: Path):
+    changes = {"activation_bits": 4, "model": "tiny:wide"}
+    whole, cut, draw = tmp_path / "whole", tmp_path / "cut", random.Random(1)
+    assert tiny.in_a_process(tiny.killed_after, 0, whole, changes) == 0
+    lines = int((whole / "lines").read_text())
+    for _ in range(2):
+        killed = tiny.in_a_process(tiny.killed_after, draw.randrange(lines // 3, lines // 2), cut, changes)
+        assert killed == -signal.SIGKILL
+    assert list(cut.glob("checkpoints/step-*"))
+    assert tiny.in_a_process(tiny.killed_after, 0, cut, changes) == 0
+    assert tiny.outcome(cut) == tiny.outcome(whole)
+    assert tiny.in_a_process(tiny.killed_after, 0, tmp_path / "full", {"model": "tiny:wide"}) == 0
+    assert tiny.outcome(tmp_path / "full") != tiny.outcome(whole)  # activations were rounded
+
+
 @pytest.mark.parametrize(("number", "part"), [(1, 0.5), (3, 0.0), (4, 1.0), (5, 2.0)])
 def test_killed_while_a_checkpoint_is_written(finished: Path, number, part, tmp_path: Path):
     assert tiny.in_a_process(tiny.killed_in_write, number, part, tmp_path) == -signal.SIGKILL

@@ -81,6 +81,23 @@ def test_channels_last_except_where_the_backward_pass_would_crash(width, last):
     assert ours.bare.layer1[0].conv1.weight.is_contiguous() != last
 
 
+@pytest.mark.parametrize("micro_batch", [0, 3])
+def test_activations_are_rounded_by_seed_and_step_alone(micro_batch):
+    images, labels = batch()
+
+    def after(step: int, **changes) -> torch.Tensor:
+        ours = trainer(model="tiny:wide", micro_batch=micro_batch, **changes)
+        ours.step(images, labels, step)
+        return ours.bare[3].weight.detach()
+
+    plain, first = after(5), after(5, activation_bits=4)
+    assert torch.equal(first, after(5, activation_bits=4))
+    assert not torch.equal(first, after(6, activation_bits=4))
+    assert not torch.equal(first, plain)
+    torch.testing.assert_close(after(5, activation_bits=8), plain, rtol=0, atol=1e-3)
+    assert torch.equal(after(5, activation_bits=32), plain)
+
+
 def test_dropout_depends_on_seed_and_step_alone():
     one, two = trainer(model="tiny:net"), trainer(model="tiny:net")
     torch.manual_seed(1)

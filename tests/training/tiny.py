@@ -51,6 +51,11 @@ def dry(num_classes: int = 4, in_channels: int = 3) -> nn.Module:
     return net(num_classes, in_channels, 0.0)
 
 
+def wide(num_classes: int = 4, in_channels: int = 3) -> nn.Module:
+    """Without dropout, with activations that are worth compressing."""
+    return net(num_classes, in_channels, 0.0, 32)
+
+
 def source(samples: int, seed: int = 0) -> Memory:
     """Noise in which one colour is brighter, or none is."""
     generator = torch.Generator().manual_seed(seed)

@@ -21,6 +21,8 @@ class Memory(Network):
     """Whose state and step to count."""
     budget: str | None = None
     """Memory of the device, e.g. 16GiB: adds the largest batch that fits."""
+    activation_bits: Literal[2, 4, 8, 32] | None = None
+    """Also predict every method with activations saved in so many bits (mimicnorm.compress)."""
     device: str = "auto"
     """What to predict for: cpu, cuda, ...; auto is the GPU if there is one. No GPU is needed to predict for one."""
     fake: bool = True
@@ -64,6 +66,7 @@ class Memory(Network):
                 budget=budget,
                 fake=self.fake,
                 device=device,
+                activation_bits=self.activation_bits,
                 progress=status.update,
             )
         if self.plot is not None:

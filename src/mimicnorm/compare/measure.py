@@ -83,6 +83,7 @@ def memory_of(trainer: Trainer, source: Source) -> dict[str, Any]:
             loss=lambda logits: mean_loss(logits, logits.new_zeros(len(logits), dtype=torch.long)),
             optimizer=lambda parameters: optimizer(recipe, nn.ParameterList(parameters)),
             autocast=DTYPES.get(recipe.precision),
+            activation_bits=recipe.activation_bits or None,
             micro_batch=recipe.micro_batch or None,
         )
         amounts = {"saved_bytes_per_image": analysis.saved_bytes_per_sample, "peak_bytes": analysis.peak_bytes}

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch._subclasses.fake_tensor import FakeTensor
@@ -80,7 +81,7 @@ class LastNorm(_BatchNorm):
         logit_scale: Whether it has that scalar. Exempt it from weight decay: ``mimicnorm.param_groups``.
 
     Attributes:
-        logit_scale: The scalar, of shape (1,), starting at 1; or None.
+        logit_scale: The scalar, of shape (1,), starting at 1, or None. ``scale`` is what multiplies the logits.
         intercept: Called with the logits in place of the normalisation, if set; for ``mimicnorm.microbatch``.
 
     Example:
@@ -125,7 +126,17 @@ class LastNorm(_BatchNorm):
     def weight(self) -> Tensor | None:  # pyrefly: ignore
         """The scalar as BatchNorm's gamma: multiplying afterwards would save the normalised logits for backward."""
         # Not expand: on the CPU, torch 2.13 reads gamma as contiguous in the backward pass of (samples, classes).
-        return None if self.logit_scale is None else self.logit_scale.repeat(self.num_features)
+        scale = self.scale
+        return None if scale is None else scale.repeat(self.num_features)
+
+    @property
+    def scale(self) -> Tensor | None:
+        """What multiplies the normalised logits: the scalar s where it is 1 or more, exp(s - 1) below.
+
+        It cannot become negative. Before a network has learned anything, a smaller scale lowers the loss, most of all
+        where classes are imbalanced, and momentum would carry a plain scalar through zero (docs/theory.md).
+        """
+        return None if self.logit_scale is None else 1 + F.elu(self.logit_scale - 1)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Read a pickle from before the scalar existed."""
@@ -211,7 +222,7 @@ def _over_all_ranks(norm: LastNorm, x: Tensor) -> Tensor:
     wide = widened(x)
     others = [d for d in range(x.dim()) if d != 1]
     values = x.numel() // max(x.shape[1], 1)
-    scale = wide.new_ones(1) if norm.logit_scale is None else norm.logit_scale.to(wide.dtype)
+    scale = wide.new_ones(1) if norm.logit_scale is None else norm.scale.to(wide.dtype)  # pyrefly: ignore
     # The scalar is averaged over the ranks, hence its gradient: inside a loss, nobody else does that.
     sums = _SumOverRanks.apply(torch.cat([wide.sum(others), wide.new_full((1,), values), scale]))
     count, scale = sums[-2].detach(), sums[-1] / world_size()

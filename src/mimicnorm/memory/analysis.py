@@ -40,12 +40,15 @@ class Analysis:
     """The type of the device that the prediction is for."""
     micro_batch: int | None = None
     """The samples that run at once, where that is not the whole batch: ``saved_bytes`` is theirs."""
+    activation_bits: int | None = None
+    """The bits that activations are saved in, where that is not as PyTorch does."""
 
     @property
     def setting(self) -> str:
         """Batch and device, for a title."""
         pieces = "" if self.micro_batch is None else f" in micro-batches of {self.micro_batch}"
-        return f"batch {self.batch}{pieces}, on {self.device}"
+        bits = "" if self.activation_bits is None else f", activations in {self.activation_bits} bits"
+        return f"batch {self.batch}{pieces}{bits}, on {self.device}"
 
     @property
     def peak(self) -> Moment:

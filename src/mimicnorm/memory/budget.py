@@ -25,9 +25,9 @@ def largest_batch(model: nn.Module, example: Any, budget: str | int, **settings:
         model: Any module.
         example: As for ``measure``; every input tensor with the batch size of the first one is resized.
         budget: Bytes, or text such as ``"16 GiB"``, as for ``parse_bytes``.
-        **settings: ``loss``, ``optimizer``, ``autocast``, ``fake`` and ``device`` as for ``measure``. A loss must take
-            outputs of any batch size. With ``fake=False`` every batch that is tried is run, the first that is too large
-            as well.
+        **settings: ``loss``, ``optimizer``, ``autocast``, ``activation_bits``, ``fake`` and ``device`` as for
+            ``measure``. A loss must take outputs of any batch size. With ``fake=False`` every batch that is tried is
+            run, the first that is too large as well.
 
     Raises:
         MemoryPredictionError: Not even the smallest batch the network accepts fits.

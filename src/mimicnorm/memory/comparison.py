@@ -46,12 +46,16 @@ class Comparison:
     def table(self) -> Table:
         """Return a rich table with one row per method."""
         headings = ["method", "saved per sample", "ratio", "peak", "ratio"]
+        widths = {name: analysis.activation_bits for name, analysis in self.analyses.items()}
+        if any(widths.values()):
+            headings.insert(1, "activation bits")
         if self.budget_bytes is not None:
             headings.append(f"largest batch in {format_bytes(self.budget_bytes)}")
         table = new_table(f"Memory of one training step, {self._first.setting}", headings)
         for name, analysis in self.analyses.items():
             table.add_row(
                 name,
+                *([str(widths[name] or "-")] if any(widths.values()) else []),
                 format_bytes(round(analysis.saved_bytes_per_sample)),
                 f"{self.saved_ratio(name):.3f}",
                 format_bytes(analysis.peak_bytes),
@@ -109,7 +113,9 @@ def compare(
             Those that the network cannot take are in ``refused``, each with its reason.
         budget: With it, also find each method's largest batch.
         progress: Called with a line of text before each prediction.
-        **settings: ``loss``, ``optimizer``, ``autocast``, ``fake`` and ``device`` as for ``measure``.
+        **settings: ``loss``, ``optimizer``, ``autocast``, ``fake`` and ``device`` as for ``measure``; with
+            ``activation_bits``, every method is predicted as it is and again with activations in so many bits, under
+            names such as ``"mimicnorm, 8 bits"``.
 
     Raises:
         RefusedError: No method can be applied, or only one of several: there is nothing to compare.
@@ -126,6 +132,7 @@ def compare(
     plain = model._orig_mod if isinstance(model, OptimizedModule) else model
     small = with_samples(example, 2)  # the surgery reads shapes, it needs no large batch
     analyses, batches = {}, {}
+    width = settings.pop("activation_bits", None)
     refusals: dict[str, RefusedError] = {}
     shortages: list[MemoryPredictionError] = []
     for name, method in _by_unique_name(methods).items():
@@ -138,17 +145,19 @@ def compare(
         if compiled:
             network.compile()
 
-        def predict(batch: int | None, network: nn.Module = network, name: str = name) -> Analysis:
-            show(f"{name}: predicting " + ("the step" if batch is None else f"batch {batch}"))
-            return measure(network, example, batch=batch, **settings)
+        for row, bits in {name: None, **({f"{name}, {width} bits": width} if width is not None else {})}.items():
 
-        analyses[name] = predict(None)
-        if budget_bytes is not None:
-            try:
-                batches[name] = search(predict, budget_bytes, analyses[name])
-            except MemoryPredictionError as shortage:  # what one method cannot fit another may
-                shortages.append(shortage)
-                batches[name] = 0
+            def predict(batch: int | None, network: Any = network, row: str = row, bits: Any = bits) -> Analysis:
+                show(f"{row}: predicting " + ("the step" if batch is None else f"batch {batch}"))
+                return measure(network, example, batch=batch, activation_bits=bits, **settings)
+
+            analyses[row] = predict(None)
+            if budget_bytes is not None:
+                try:
+                    batches[row] = search(predict, budget_bytes, analyses[row])
+                except MemoryPredictionError as shortage:  # what one method cannot fit another may
+                    shortages.append(shortage)
+                    batches[row] = 0
     if refusals and len(analyses) < 2:  # as in a network without BatchNorm: there is nothing to compare
         raise next(iter(refusals.values()))
     if shortages and not any(batches.values()):

@@ -21,6 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from mimicnorm.compress import saved_activations
 from mimicnorm.errors import ExampleError, MemoryPredictionError, MimicNormError
 from mimicnorm.layers.regression_loss import nodes_from
 from mimicnorm.memory.analysis import LOSS
@@ -47,6 +48,7 @@ class Passes:
     Attributes:
         compiled: The modules of the model that are compiled.
         autocast: The type to run forward and loss in, or None.
+        activation_bits: The bits to save activations in, as for ``compress.saved_activations``, or None.
         fake: Whether the tensors are fake.
     """
 
@@ -56,6 +58,7 @@ class Passes:
     kwargs: dict[str, Any]
     loss: Loss
     autocast: torch.dtype | None
+    activation_bits: int | None
     fake: bool
     tracker: StorageTracker
     _running: list[str] = field(default_factory=list)
@@ -72,7 +75,8 @@ class Passes:
     def forward(self) -> Iterator[None]:
         """Track a forward pass and what it saves, in the precision asked for."""
         cast = nullcontext() if self.autocast is None else torch.autocast(self.tracker.device_type, self.autocast)
-        with self.tracker.during("forward"), saved_tensors_hooks(self._save, lambda tensor: tensor), cast:
+        few_bits = nullcontext() if self.activation_bits is None else saved_activations(self.activation_bits)
+        with self.tracker.during("forward"), saved_tensors_hooks(self._save, lambda tensor: tensor), few_bits, cast:
             yield
 
     def call(self, args: tuple, kwargs: dict[str, Any]) -> Any:

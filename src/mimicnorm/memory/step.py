@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from mimicnorm.arguments import positive_int
+from mimicnorm.compress.context import require_bits
 from mimicnorm.errors import MemoryPredictionError
 from mimicnorm.memory.analysis import Analysis
 from mimicnorm.memory.compiled import partition_compiled
@@ -36,6 +37,7 @@ class Settings(TypedDict, total=False):
     loss: Loss | None
     optimizer: str | MakeOptimizer | None
     autocast: torch.dtype | None
+    activation_bits: int | None
     fake: bool
     device: str | torch.device | None
 
@@ -47,6 +49,7 @@ def measure(
     loss: Loss | None = None,
     optimizer: str | MakeOptimizer | None = "sgd-momentum",
     autocast: torch.dtype | None = None,
+    activation_bits: int | None = None,
     fake: bool = True,
     device: str | torch.device | None = None,
     batch: int | None = None,
@@ -74,6 +77,7 @@ def measure(
         optimizer: ``"sgd-momentum"``, ``"sgd"``, ``"adamw"``, a function from parameters to an optimizer, or
             None for no step at all.
         autocast: Run forward and loss in ``torch.autocast`` with this type: ``torch.bfloat16`` or ``torch.float16``.
+        activation_bits: Save activations in so many bits: 8, 4, 2, or 32, as ``compress.saved_activations`` does.
         fake: With False, run the step for real on copies, on the device where the model is. For networks whose
             shapes depend on the data; give real data as the example.
         device: What the prediction is for; the model's own device if not given. With ``"cuda"`` for a model on the CPU,
@@ -100,6 +104,8 @@ def measure(
         raise MemoryPredictionError(f"fake={fake!r}: use True or False")
     if batch is not None:
         batch = positive_int(batch, "batch", error=MemoryPredictionError)
+    if activation_bits is not None:
+        require_bits(activation_bits)
     if micro_batch is not None:
         micro_batch = positive_int(micro_batch, "micro_batch", error=MemoryPredictionError)
     model_device = next(model.parameters()).device.type
@@ -117,7 +123,8 @@ def measure(
         copied = cache(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad))
         inputs = tree_map_only(Tensor, copied, example)
         args, kwargs = call_arguments(bare, inputs if batch is None else with_samples(inputs, batch))
-        setting = (bare, compiled, args, kwargs, default_loss if loss is None else loss, autocast, fake, new_tracker())
+        loss_fn = default_loss if loss is None else loss
+        setting = (bare, compiled, args, kwargs, loss_fn, autocast, activation_bits, fake, new_tracker())
         passes = Passes(*setting) if micro_batch is None else MicroBatchPasses(*setting, size=micro_batch)
         passes.follow_modules()
         if compiled:  # once for the compiler, so that the tracker sees compiled code and not the compiler at work
@@ -180,6 +187,7 @@ def _tracked_step(passes: Passes, make_optimizer: MakeOptimizer | None, target: 
         saved_by_module=tracker.saved_by_module,
         device=target,
         micro_batch=min(passes.size, samples) if isinstance(passes, MicroBatchPasses) else None,
+        activation_bits=passes.activation_bits,
     )
 
 

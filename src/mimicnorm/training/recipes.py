@@ -26,6 +26,7 @@ INITS = ("auto", "theory", "calibrate", "none")
 _CHOICES = {
     "init": INITS,
     "precision": ("fp32", "bf16", "fp16"),
+    "activation_bits": (0, 2, 4, 8, 32),
     "augment": ("standard", "light", "none"),
     "schedule": ("steps", "cosine", "linear"),
     "optimizer": ("sgd", "adamw"),
@@ -109,6 +110,9 @@ class Recipe:
     """bf16 and fp16 run under autocast; fp16 with a gradient scaler."""
     channels_last: bool = True
     """Keep images and weights channels last in memory (except very narrow networks on a CPU, where oneDNN crashes)."""
+    activation_bits: int = 0
+    """Save activations for backward in 8, 4 or 2 bits (see mimicnorm.compress), or without loss in 32; 0 is as PyTorch
+    does."""
     compile: bool = False
     """Compile the network with torch.compile."""
     seed: int = 0
@@ -145,7 +149,12 @@ class Recipe:
             )
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
-                raise RecipeError(f"{name}={getattr(self, name)!r}: use one of {', '.join(known)}")
+                raise RecipeError(f"{name}={getattr(self, name)!r}: use one of {', '.join(map(str, known))}")
+        if self.activation_bits and self.compile:
+            raise RecipeError(
+                f"activation_bits={self.activation_bits} and compile=True: what compiled code saves cannot be "
+                "compressed. Leave one of them out"
+            )
 
     def as_dict(self) -> dict[str, Any]:
         """Plain data, as JSON gives it back."""

@@ -10,6 +10,7 @@ import hashlib
 import inspect
 import math
 from bisect import bisect_right
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mimicnorm import microbatch
+from mimicnorm.compress import saved_activations
 from mimicnorm.errors import MicroBatchError, NonFiniteError
 from mimicnorm.layers.param_groups import param_groups
 from mimicnorm.training.processes import Processes
@@ -65,7 +67,7 @@ class Trainer:
         images = images.to(memory_format=self.format)
         with self.autocast():
             backward = self._in_micro_batches if self.recipe.micro_batch else self._at_once
-            loss, logits = backward(images, labels)
+            loss, logits = backward(images, labels, step)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         return loss, (logits.argmax(1) == labels).sum()
@@ -75,20 +77,28 @@ class Trainer:
         dtype = DTYPES.get(self.recipe.precision)
         return torch.autocast(self.processes.device.type, dtype=dtype, enabled=dtype is not None)
 
-    def _at_once(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        logits = self.model(images)
-        loss = F.cross_entropy(logits.float(), labels, reduction="sum") / self.recipe.batch
+    def _saving(self, step: int) -> AbstractContextManager:
+        """How the forward pass saves activations; rounding is drawn from (seed, step, rank)."""
+        seed = mixed_seed(self.recipe.seed, "activations", step, self.processes.rank)
+        bits = self.recipe.activation_bits
+        return saved_activations(bits, seed=seed) if bits else nullcontext()
+
+    def _at_once(self, images: Tensor, labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        with self._saving(step):
+            logits = self.model(images)
+            loss = F.cross_entropy(logits.float(), labels, reduction="sum") / self.recipe.batch
         with torch.autocast(self.processes.device.type, enabled=False):
             self.scaler.scale(loss * self.processes.size).backward()  # the average over processes is their sum
         return loss.detach(), logits.detach()
 
-    def _in_micro_batches(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    def _in_micro_batches(self, images: Tensor, labels: Tensor, step: int) -> tuple[Tensor, Tensor]:
         scaler = self.scaler if self.scaler.is_enabled() else None
         size = self.recipe.micro_batch
         try:
-            loss, logits = microbatch.backward(
-                self.model, mean_loss, images, labels, micro_batch=size, scaler=scaler, return_outputs=True
-            )
+            with self._saving(step):
+                loss, logits = microbatch.backward(
+                    self.model, mean_loss, images, labels, micro_batch=size, scaler=scaler, return_outputs=True
+                )
         except MicroBatchError as error:  # raised in all processes if in one, but only one knows the reason
             if any(self.processes.any(isinstance(error, NonFiniteError))):
                 raise NonFiniteError(str(error)) from error
