@@ -123,14 +123,14 @@ def test_a_scalar_on_the_weight_is_not_trusted_to_a_forward_that_computes_anothe
 
 def test_layers():
     shape = torch.Size((2, 4, 6, 6))
-    assert probe.layer(nn.Conv2d(4, 4, 3), shape) == probe.LayerProbe(True, True, True, True)
-    assert probe.layer(Padded(4, 4, 3), shape) == probe.LayerProbe(True, True, True, True)
+    assert probe.layer(nn.Conv2d(4, 4, 3), shape) == probe.LayerProbe(True, True, True, True, keeps=True)
+    assert probe.layer(Padded(4, 4, 3), shape) == probe.LayerProbe(True, True, True, True, keeps=True)
     assert probe.layer(Standardised(4, 4, 3), shape) == probe.LayerProbe(True, False, True, False, follows=False)
     assert not probe.layer(Squared(4, 4, 3), shape).centres
     assert not probe.layer(Unbiased(4, 4, 3, bias=False), shape).takes_bias
     same = zoo.timm().layers.create_conv2d(4, 8, 3, stride=2, padding="same")
     assert type(same).__name__ == "Conv2dSame"
-    assert probe.layer(same, shape) == probe.LayerProbe(True, True, True, True)
+    assert probe.layer(same, shape) == probe.LayerProbe(True, True, True, True, keeps=True)
 
 
 def test_probes_on_the_meta_device():

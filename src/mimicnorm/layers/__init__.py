@@ -1,6 +1,7 @@
 """The operations of the methods: a layer's weight made anew, what stands in a BatchNorm's place, the last BN."""
 
 from mimicnorm.layers.derive import Derived
+from mimicnorm.layers.kept import Kept, KeptNorm, OriginalKeys, TrainedNorm, keep_, recoverable
 from mimicnorm.layers.last_norm import LastNorm, LastNormed, last_norm_
 from mimicnorm.layers.leftovers import FixupScalars, GroupNorm, Remains, Scale, Shift, group_count
 from mimicnorm.layers.linear import LINEAR_CALLS, WEIGHT_LAYERS, Convolution, fan_in, has_own_forward, plain_kind

@@ -78,10 +78,7 @@ class Reweighted(Derived):
         x = F.pad(call.input, call.uneven) if call.uneven else call.input
         unbatched = isinstance(call.op, Convolution) and x.dim() == call.weight.dim() - 1
         x = x.unsqueeze(0) if unbatched else x
-        bias, bias_scale = call.bias, self.bias_scale()
-        if bias is not None and bias_scale is not None:
-            bias = bias * bias_scale
-        scale = self.weight_scale(call.weight, call.op.weight_groups)
+        scale, bias = self.scale_and_bias(call.weight, call.bias, call.op.weight_groups)
         y = apply_map(x, call.weight, bias, call.op, scale, self.centring)
         return y.squeeze(0) if unbatched else y
 
@@ -94,6 +91,14 @@ class Reweighted(Derived):
         """What multiplies the bias."""
         return None
 
+    def scale_and_bias(
+        self, weight: Tensor, bias: Tensor | None, groups: int | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """What multiplies the weight and what is added to the output, given the layer's weight and bias."""
+        factor = self.bias_scale()
+        bias = bias if bias is None or factor is None else bias * factor
+        return self.weight_scale(weight, groups), bias
+
     def without_call(self, output: Any) -> Any:
         """Change the output of a forward in which no linear call took the weight itself."""
         return output
@@ -101,8 +106,13 @@ class Reweighted(Derived):
     def effective_weight(self) -> Tensor:
         """What the layer multiplies its input with."""
         weight, groups = self.weight, self.weight_groups
-        made = effective_weight(weight, self.weight_scale(weight, groups), groups, self.centring)
-        return made.to(weight.dtype)
+        scale, _ = self.scale_and_bias(weight, self.bias, groups)
+        return effective_weight(weight, scale, groups, self.centring).to(weight.dtype)
+
+    def effective_bias(self) -> Tensor | None:
+        """What the layer adds to its output, or None."""
+        _, bias = self.scale_and_bias(self.weight, self.bias, self.weight_groups)
+        return None if bias is None else bias.to(self.weight.dtype)
 
     @property
     def weight_groups(self) -> Any:

@@ -23,19 +23,8 @@ OFF_CENTRE = 1e-3
 """Rows up to this far off centre (see ``off_centre``) count as centred: rounding moves them by 1e-5 in a long run."""
 
 
-class WeightMean(Reweighted):
-    """A layer whose weights are centred per output channel (Section "Weight Mean Operation").
-
-    Attributes:
-        centring: "forward" or "backward": see above.
-    """
-
-    centring = "forward"
-
-    @property
-    def weight_label(self) -> str:  # pyrefly: ignore[bad-override]
-        """What the layer's repr says."""
-        return "weight_mean" if self.centring == "forward" else "weight_mean (backward)"
+class GradientCentred(Reweighted):
+    """A layer that may apply W as it is and let a hook centre its gradient."""
 
     def own_weight(self) -> Tensor | None:
         """Return W if it is applied as it is; then a hook on it centres its gradient."""
@@ -48,6 +37,21 @@ class WeightMean(Reweighted):
                 return None
             _centre_gradient_of(weight, self.weight_groups)
         return weight
+
+
+class WeightMean(GradientCentred):
+    """A layer whose weights are centred per output channel (Section "Weight Mean Operation").
+
+    Attributes:
+        centring: "forward" or "backward": see above.
+    """
+
+    centring = "forward"
+
+    @property
+    def weight_label(self) -> str:  # pyrefly: ignore[bad-override]
+        """What the layer's repr says."""
+        return "weight_mean" if self.centring == "forward" else "weight_mean (backward)"
 
     @torch.no_grad()
     def project_(self) -> None:
@@ -103,7 +107,10 @@ def project_(model: nn.Module) -> None:
     """
     layers = [m for m in model.modules() if isinstance(m, WeightMean)]
     if not layers:
-        raise MimicNormError(f"{type(model).__name__} has no weight-mean layer: convert it with MimicNorm first")
+        raise MimicNormError(
+            f"{type(model).__name__} has no weight-mean layer: convert it with MimicNorm first. (Weights of a trained "
+            'network that was converted with init="keep" have means of their own, which stay.)'
+        )
     for layer in layers:
         layer.project_()
 

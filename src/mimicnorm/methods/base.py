@@ -28,6 +28,8 @@ class NormFacts:
         before_activation: Whether an activation reads its output.
         removable: Whether it may become an identity: it alone reads the very output of its layers.
         beta_into: The layer whose bias its beta can become, or None.
+        norm_into: The layer that can take up all of its affine map, or None.
+        before_relu: Whether an in-place ReLU, and nothing else, reads its output.
         scale_into: The layers whose weights can take its residual scalar; empty if they cannot.
         obstacle: Why its beta cannot become a bias.
     """
@@ -38,6 +40,8 @@ class NormFacts:
     before_activation: bool = False
     removable: bool = False
     beta_into: str | None = None
+    norm_into: str | None = None
+    before_relu: bool = False
     scale_into: tuple[str, ...] = ()
     obstacle: str = ""
 
@@ -54,10 +58,11 @@ class Method:
         needs_branches: Whether a network without residual branches is refused.
         changes_heads: Whether the layers that make the logits are changed, too.
         scales_bias: Whether a branch's scalar multiplies the bias of its last layer, too.
+        keeps_statistics: Whether a BatchNorm's affine map stays, with its running statistics as constants.
         own_init: Whether it prescribes initial weights for any network, so that nothing is calibrated.
         scalar_rate: The learning rate of its scalars over that of the rest, where its authors prescribe one.
         min_fan_in: Layers with this fan-in or less are not changed.
-        last_norm: Whether the logits get an affine-free BatchNorm.
+        last_norm: Whether the logits get an affine-free BatchNorm; None decides by the network, see ``resolved``.
     """
 
     name: ClassVar[str]
@@ -68,10 +73,20 @@ class Method:
     needs_branches: ClassVar[bool] = False
     changes_heads: ClassVar[bool] = False
     scales_bias: ClassVar[bool] = False
+    keeps_statistics: ClassVar[bool] = False
     own_init: ClassVar[bool] = False
     scalar_rate: ClassVar[float] = 1.0
     min_fan_in: ClassVar[int] = 1
-    last_norm: ClassVar[bool] = False
+    last_norm: ClassVar[bool | None] = False
+
+    def resolved(self, *, trained: bool = False) -> Method:
+        """Return the method with every default decided, for a fresh or a trained network."""
+        del trained
+        return self
+
+    def for_trained(self) -> Method | None:
+        """Return what is done to a trained network (``init="keep"``), or None if the method has no answer."""
+        return None
 
     def scales_logits(self, outputs: int, dense: bool) -> str:
         """Return why a learned scalar multiplies the logits behind a last BN, or an empty string.

@@ -39,7 +39,7 @@ class LayerEdit(Edit):
     """What happens to a weight layer that a BatchNorm normalised.
 
     The role is "owner" (of a BatchNorm after or before it), "branch end", "gate" or "head"; the action "centre",
-    "standardise", "bias" (a scalar bias before it) or "keep".
+    "standardise", "bias" (a scalar bias before it), "keep" or "trained" (as it was trained).
 
     Attributes:
         fan_in: Weights that make one output.
@@ -48,13 +48,14 @@ class LayerEdit(Edit):
         fed_mean: Mean of what it reads.
         fed_rms: Root mean square of what it reads.
         gain: Initial weights have standard deviation gain / sqrt(fan_in).
-        beta_from: The BatchNorm whose beta becomes its bias, or None.
+        beta_from: The BatchNorm whose beta becomes its bias, or which a trained layer takes up; or None.
         scales_bias: Whether the residual scalar multiplies its bias, too.
         scales_output: Whether it multiplies the output: a foreign forward does not just apply the weight.
         weight_factor: What standardised weights are multiplied with.
         learns_gain: Whether it gets a learnable gain per output channel.
         on_raw_input: Whether it reads the model's own input.
-        centring: Of a centred layer: "forward" (the weight, in each forward) or "backward" (its gradient).
+        centring: Of a centred layer: "forward" (the weight, in each forward) or "backward" (its gradient). None in a
+            trained network for a layer that is not centred.
         start: How its initial weights are made: "draw", "scale" (zeros stay zero) or "keep".
     """
 
@@ -71,7 +72,7 @@ class LayerEdit(Edit):
     weight_factor: float = 1.0
     learns_gain: bool = False
     on_raw_input: bool = False
-    centring: str = "forward"
+    centring: str | None = "forward"
     start: str = "draw"
 
     @property
@@ -85,7 +86,7 @@ class NormEdit(Edit):
     """What happens to a BatchNorm.
 
     The role is "post" (after its layers), "pre" (before them), "unused" or "left"; the action "remove", "shift",
-    "scale", "group" or "leave".
+    "scale", "group" or "leave"; of a trained one "fold" (its layer takes it up) or "affine".
 
     Attributes:
         owners: The layers it normalised, by name.
@@ -93,7 +94,8 @@ class NormEdit(Edit):
         channel_dim: The dimension that its beta lies along.
         scalar: Whether the shift is a scalar (Fixup) in place of its beta.
         groups: Groups of the GroupNorm that replaces it.
-        beta_into: The layer whose bias its beta becomes, or None.
+        beta_into: The layer whose bias its beta becomes, or which takes it up; or None.
+        before_relu: Of an affine: whether an in-place ReLU, and nothing else, reads its output.
         scale_into: The layers that take its residual scalar into their weights.
     """
 
@@ -104,6 +106,7 @@ class NormEdit(Edit):
     scalar: bool = False
     groups: int | None = None
     beta_into: str | None = None
+    before_relu: bool = False
     scale_into: tuple[str, ...] = ()
 
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from mimicnorm.arguments import positive_int
-from mimicnorm.methods.base import Method
-from mimicnorm.methods.edits import LayerEdit
+from mimicnorm.methods.base import Method, NormFacts
+from mimicnorm.methods.edits import LayerEdit, NormEdit
 
 if TYPE_CHECKING:
     from mimicnorm.surgery.residual import Branch
@@ -41,17 +41,24 @@ class _Paper(Method):
 
     residual: Residual = None
     min_fan_in: int = 50  # pyrefly: ignore
-    last_norm: bool = False  # pyrefly: ignore
+    last_norm: bool | None = False  # pyrefly: ignore
     logit_scale: LogitScale = "auto"
 
     def __post_init__(self) -> None:
         if self.residual not in ("sqrt", "linear", None):
             self._refuse("residual", '"sqrt", "linear" or None')
-        if not isinstance(self.last_norm, bool):
-            self._refuse("last_norm", "True or False")
+        if self.last_norm is not None and not isinstance(self.last_norm, bool):
+            self._refuse("last_norm", "True, False or None")
         if self.logit_scale != "auto" and not isinstance(self.logit_scale, bool):
             self._refuse("logit_scale", '"auto", True or False')
         positive_int(self.min_fan_in, f"{type(self).__name__}: min_fan_in")
+
+    def resolved(self, *, trained: bool = False) -> Method:
+        return replace(self, last_norm=not trained) if self.last_norm is None else self
+
+    def for_trained(self) -> Method | None:
+        fields = ("name", "min_fan_in", "last_norm", "logit_scale")
+        return Trained(centres=self.weights == "centre", **{field: getattr(self, field) for field in fields})
 
     def scales_logits(self, outputs: int, dense: bool) -> str:
         if self.logit_scale != "auto":
@@ -106,7 +113,8 @@ class MimicNorm(_Centred):
             is 1/v, None is no scalar. v is the variance predicted there: l in the l-th block of a ResNet.
         min_fan_in: Layers with this fan-in or less are not centred: a mean over so few weights removes too much.
             The authors use 50, which leaves out a first 3x3 layer on RGB (fan-in 27).
-        last_norm: Put the last BN on the logits.
+        last_norm: Put the last BN on the logits. None does so in a fresh network, and not in a trained one that is kept
+            (``init="keep"``).
         centre: "forward" centres weights in every forward, which is right for every optimizer. "backward" centres them
             once and then their gradients alone: faster, and the same steps under SGD with momentum and weight decay.
             Under Adam, value clipping or added noise, call ``mn.project_(model)`` after each step.
@@ -121,7 +129,7 @@ class MimicNorm(_Centred):
     """
 
     name = "mimicnorm"
-    last_norm: bool = True
+    last_norm: bool | None = None
 
     @classmethod
     def paper(cls) -> MimicNorm:
@@ -141,7 +149,7 @@ class LastBN(_Paper):
     """No norm except the last BN on the logits: the paper's second ablation. Fields as for ``MimicNorm``."""
 
     name = "last-bn"
-    last_norm: bool = True
+    last_norm: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,8 +160,43 @@ class NoNorm(_Paper):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trained(_Paper):
+    """One of the methods above on a trained network: every BatchNorm stays as an affine map with constant statistics.
+
+    No residual scalars: branches have their trained sizes. Weights are applied as they are; a method that centres
+    weights centres their gradients.
+
+    Args:
+        name: That of the method.
+        centres: Whether it centres weights.
+    """
+
+    name: str  # pyrefly: ignore
+    centres: bool
+    keeps_statistics = True
+
+    @property
+    def weights(self) -> str:  # pyrefly: ignore
+        return "centre" if self.centres else "keep"
+
+    def layer(self, layer: LayerEdit, branches: Sequence[Branch]) -> LayerEdit:
+        edit = super().layer(layer, branches)
+        if edit.action == "keep":
+            return replace(edit, centring=None)
+        return replace(edit, action="trained", centring="backward")
+
+    def norm(self, norm: NormEdit, facts: NormFacts) -> NormEdit:
+        if facts.norm_into is not None:
+            return replace(norm, action="fold", beta_into=facts.norm_into, why=f"taken up by {facts.norm_into}")
+        return replace(norm, action="affine", before_relu=facts.before_relu, why=facts.obstacle)
+
+
+@dataclass(frozen=True, kw_only=True)
 class BatchNorm(Method):
     """The network as it is: the baseline of every comparison. It has no settings."""
 
     name = "batchnorm"
     removes_norm = False
+
+    def for_trained(self) -> Method | None:
+        return self

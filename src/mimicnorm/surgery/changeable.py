@@ -19,6 +19,7 @@ _ADDED = {
     "standardise": ("residual_scale", "gain", "standardisation"),
     "bias": ("residual_scale", "input_bias"),
     "scale": ("residual_scale",),
+    "trained": ("gamma", "beta", "norm_mean", "norm_var", "norm_eps", "centring"),
 }  # attributes that a layer gets, by what is done to it
 
 
@@ -42,7 +43,7 @@ def why_not(layer: nn.Module, action: str, scaled: bool, starts: bool, ways: Way
 
     Args:
         layer: The layer.
-        action: "centre", "standardise", "bias" or "keep".
+        action: "centre", "standardise", "bias", "keep" or "trained".
         scaled: Whether it gets a scalar.
         starts: Whether its weights are given a start.
         ways: What is known of it.
@@ -70,6 +71,8 @@ def why_not(layer: nn.Module, action: str, scaled: bool, starts: bool, ways: Way
         )
     if changes and "forward" in layer.__dict__:
         return REPLACED
+    if action == "trained" and not ways.probe.keeps:
+        return f"{kind} does not just apply its weight", "Leave its BatchNorm with where=, or use a plain layer"
     if action in _DONE and not ways.probe.centres:
         version = "weight-mean" if action == "centre" else "standardised"
         if not has_own_forward(type(layer)):

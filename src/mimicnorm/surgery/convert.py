@@ -11,7 +11,17 @@ import torch
 from torch import nn
 
 from mimicnorm.errors import CheckError, InitError, MimicNormError
-from mimicnorm.layers import OFF_CENTRE, FixupLayer, LastNorm, LastNormed, ScaledWeight, Standardised, WeightMean
+from mimicnorm.layers import (
+    OFF_CENTRE,
+    FixupLayer,
+    Kept,
+    LastNorm,
+    LastNormed,
+    OriginalKeys,
+    ScaledWeight,
+    Standardised,
+    WeightMean,
+)
 from mimicnorm.methods import Method
 from mimicnorm.surgery.example import float_shape
 from mimicnorm.surgery.init import initialise
@@ -22,7 +32,7 @@ from mimicnorm.surgery.planning import plan
 from mimicnorm.surgery.preconditions import Where
 from mimicnorm.surgery.recorder import is_batch_norm
 
-_CHANGED = {"centre": WeightMean, "standardise": Standardised, "bias": FixupLayer}
+_CHANGED = {"centre": WeightMean, "standardise": Standardised, "bias": FixupLayer, "trained": Kept}
 
 
 def convert_(
@@ -80,7 +90,10 @@ def _carry_out(model: nn.Module, planned: Plan, example: Any) -> Report:
                 layer.project_()
         planned.example_shape = float_shape(example)
         model._mimicnorm = planned  # pyrefly: ignore  # for check and init_; not in the state dict
-        if report.init is not None:
+        if report.init == "keep":
+            dropped = [f"{n.name}.num_batches_tracked".lstrip(".") for n in report.norms if n.action != "leave"]
+            model.register_load_state_dict_pre_hook(OriginalKeys(dict(report.moved_parameters), dropped))
+        elif report.init is not None:
             initialise(model, report, report.init, example)
     return report
 
@@ -98,6 +111,11 @@ def init_(model: nn.Module, init: str = "theory", *, example: Any = None) -> Non
     for prefix, root in _conversions(model):
         done: Plan = root._mimicnorm  # pyrefly: ignore
         with _all_or_nothing(root, done):
+            if done.init == "keep":
+                raise InitError(
+                    'the network was converted with init="keep": its statistics belong to its trained weights. Convert '
+                    "a fresh one to train anew"
+                )
             if done.method.own_init and init == "calibrate":
                 raise InitError(f'{type(done.method).__name__} {OWN_INIT}: use init="theory"')
             if prefix and init == "calibrate":

@@ -59,6 +59,7 @@ class Folder:
             positions=positions,
             has_beta=getattr(module, "bias", None) is not None,
             before_activation=any(flow.reaches_activation(c) for c in calls),
+            before_relu=bool(calls) and all(map(_before_relu, calls)),
             scale_into=self._scale_into(name, calls),
             obstacle=f"before {', '.join(self.roles.of_norm(name)[1][:3]) or 'no layer'}",
         )
@@ -90,6 +91,7 @@ class Folder:
             facts,
             removable=direct and read_once,
             beta_into=layer if takes_beta else None,
+            norm_into=layer if alone and direct and self._takes_norm(name, layer, owned[0]) else None,
             obstacle=obstacle,
         )
 
@@ -137,18 +139,36 @@ class Folder:
         unused = (n for n in self.norms if not self.uses[n] and n.rpartition(".")[0] == parent)
         return next((n for n in unused if probe.channels(self.modules[n]) == width), None)
 
+    def _takes_norm(self, name: str, layer: str, call: Node) -> bool:
+        """Tell whether a layer can take up the trained BatchNorm directly behind it."""
+        edit = self.edit_of(layer)
+        mean = getattr(self.modules[name], "running_mean", None)
+        return edit is not None and self.probes[layer].keeps and _fits(mean, self.modules[layer], call)
+
     def _takes_beta(self, name: str, layer: str, call: Node) -> bool:
         """Tell whether a BatchNorm's beta can become (or join) the bias of the layer directly before it."""
-        beta, module = getattr(self.modules[name], "bias", None), self.modules[layer]
-        channels = 1 if call.op.startswith("conv") else len(call.shape) - 1  # where the layer puts its outputs
-        weight: Any = module.weight
-        if beta is None or channels != 1 or beta.shape != call.shape[1:2] or beta.dtype != weight.dtype:
+        beta: Any = getattr(self.modules[name], "bias", None)
+        module = self.modules[layer]
+        if not _fits(beta, module, call):
             return False
         bias = getattr(module, "bias", None)
         if bias is None or not self.probes[layer].takes_bias:
             return self.probes[layer].takes_bias
         shared = sum(p is bias for m in self.modules.values() for p in m._parameters.values()) > 1
         return bias.requires_grad == beta.requires_grad and not shared  # else one would be frozen or trained by another
+
+
+def _fits(per_channel: Any, layer: Any, call: Node) -> bool:
+    """Tell whether values of a BatchNorm lie along a layer's outputs and have its weight's type."""
+    channels = 1 if call.op.startswith("conv") else len(call.shape) - 1  # where the layer puts its outputs
+    if per_channel is None or channels != 1:
+        return False
+    return per_channel.shape == call.shape[1:2] and per_channel.dtype == layer.weight.dtype
+
+
+def _before_relu(call: Node) -> bool:
+    """Tell whether an in-place ReLU, and nothing else, reads a BatchNorm's output."""
+    return flow.read_once(call) and not call.tapped and all(u.op == "relu" and u.in_place for u in call.users)
 
 
 def _is_linear(node: Node) -> bool:

@@ -62,7 +62,8 @@ def notes_on_given(modules: Mapping[str, nn.Module], layers: Iterable[LayerEdit]
     sparse = [edit.name for edit in layers if edit.start == "scale"]
     drawn = {edit.name: weights[edit.name] for edit in layers if edit.start == "draw"}
     copies = [n for n, w in drawn.items() if w is not None and not w.requires_grad]
-    changed = [edit.name for edit in layers if edit.name in drawn and (starts or edit.action != "keep")]
+    as_it_is = () if starts else ("keep", "trained")
+    changed = [edit.name for edit in layers if edit.name in drawn and edit.action not in as_it_is]
     masked = [n for n in changed if (w := drawn[n]) is not None and share_of_zeros(w) > _MANY_ZEROS]
     notes = []
     if frozen:

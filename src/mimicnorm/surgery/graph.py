@@ -29,6 +29,7 @@ class Node:
         norm: Qualified name of the BatchNorm, if this is its output.
         made_by: Modules that returned this very tensor, the innermost first.
         is_output: Whether the model returns it, which counts as a reader.
+        in_place: Whether it was written into the memory of its operand.
         tapped: Whether somebody may look at it after the pass: a hook, or an attribute that keeps it.
         ancestors: Bit set over node indices, this one included.
     """
@@ -49,6 +50,7 @@ class Node:
     norm: str | None = None
     made_by: list[str] = field(default_factory=list)
     is_output: bool = False
+    in_place: bool = False
     tapped: bool = False
     users: list[Node] = field(default_factory=list)
     ancestors: int = 0

@@ -1,7 +1,7 @@
 """Carry out edits: layers change their class, BatchNorms become what replaces them, heads get their last BN.
 
 Modules keep their identity: a layer changes its class to one derived from the class it had; a BatchNorm *becomes* an
-``Identity``, a ``Shift``, a ``Scale``, a ``GroupNorm`` or a ``Remains``.
+``Identity``, a ``Shift``, a ``Scale``, a ``GroupNorm``, a ``KeptNorm`` or a ``Remains``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from torch.nn import Parameter
 from mimicnorm.layers import (
     FixupScalars,
     GroupNorm,
+    KeptNorm,
     LastNorm,
     Remains,
     Scale,
     Shift,
     Standardisation,
+    TrainedNorm,
     centre_,
     fixup_,
+    keep_,
     last_norm_,
     scale_weight_,
     standardise_,
@@ -79,6 +82,10 @@ class _Surgeon:
             scale_weight_(layer, scale, edit.scales_bias, edit.scales_output)
         self._take_beta(layer, edit)
 
+    def trained(self, layer: nn.Module, edit: LayerEdit) -> None:
+        norm = self._trained_norm(edit.beta_from, edit.name) if edit.beta_from is not None else None
+        keep_(layer, norm, edit.centring)  # pyrefly: ignore
+
     def _residual_scale(self, layer: nn.Module, edit: LayerEdit) -> Parameter | None:
         if edit.scale is None:
             return None
@@ -121,6 +128,19 @@ class _Surgeon:
         grouped = GroupNorm(edit.groups, channels(norm), gamma, self._beta(edit), edit.channel_dim, eps)
         self._replace(norm, edit, grouped)
 
+    def affine(self, norm: nn.Module, edit: NormEdit) -> None:
+        kept = KeptNorm(self._trained_norm(edit.name, _replacement(edit)), edit.channel_dim, edit.before_relu)
+        self._replace(norm, edit, kept)
+
+    def _trained_norm(self, name: str, to: str) -> TrainedNorm:
+        """Return what a trained BatchNorm computes, and list that its tensors move to the module ``to``."""
+        norm: Any = self.modules[name]
+        moves = {"weight": "gamma", "bias": "beta", "running_mean": "norm_mean", "running_var": "norm_var"}
+        moves = {old: new for old, new in moves.items() if getattr(norm, old, None) is not None}
+        self.report.moved_parameters |= {_key(name, old): _key(to, new) for old, new in moves.items()}
+        gamma, eps = _as_parameter(getattr(norm, "weight", None)), float(getattr(norm, "eps", 1e-5))
+        return TrainedNorm(gamma, self.betas[name], norm.running_mean, norm.running_var, eps)
+
     def _beta(self, edit: NormEdit) -> Parameter | None:
         """Return the beta of a BatchNorm, if no layer takes it."""
         return self.betas[edit.name] if edit.beta_into is None else None
@@ -137,9 +157,9 @@ class _Surgeon:
         """Let a BatchNorm become its replacement, followed by the children that it ran."""
         if instead is not None:
             instead.train(norm.training)
-            parameters = {id(norm.weight), id(norm.bias)} if edit.action == "group" else {id(self._beta(edit))}
+            same_name = {id(norm.weight), id(norm.bias)} if edit.action == "group" else {id(self._beta(edit))}
             for key, p in instead.named_parameters():
-                if id(p) in parameters:
+                if id(p) in same_name and edit.action != "affine":
                     self.report.moved_parameters[_key(edit.name, key)] = _key(_replacement(edit), key)
         children = {name: getattr(norm, name) for name in edit.children}
         become(norm, Remains(instead, children) if children else instead or nn.Identity())
@@ -169,8 +189,11 @@ ACTIONS: dict[str, Callable[[_Surgeon, Any, Any], None]] = {
     "standardise": _Surgeon.standardise,
     "bias": _Surgeon.bias,
     "keep": _Surgeon.keep,
+    "trained": _Surgeon.trained,
     "leave": _Surgeon.leave,
     "remove": _Surgeon.remove,
+    "fold": _Surgeon.remove,
+    "affine": _Surgeon.affine,
     "shift": _Surgeon.shift,
     "scale": _Surgeon.scale,
     "group": _Surgeon.group,

@@ -41,7 +41,7 @@ class Plan:
 
     Attributes:
         gates: Layers of gates without BatchNorm: "calibrate" makes them small, so that gates start near constant.
-        init: How the initial weights are set: "theory", "calibrate" or None.
+        init: How the initial weights are set: "theory", "calibrate", "keep" (a trained network's stay) or None.
         init_why: Why that one.
         notes: What a reader should know and nothing refuses.
         example_shape: Of the example, if that was one float tensor; for ``fold``, once it was carried out.
@@ -85,17 +85,20 @@ class Plan:
         """Count how many BatchNorms, layers and heads get which treatment."""
         norms = Counter(n.action for n in self.norms)
         layers = Counter(layer.action for layer in self.layers)
+        trained = Counter(layer.centring is not None for layer in self.layers if layer.action == "trained")
         return {
             "batch_norms": len(self.norms),
             "removed": norms["remove"],
             "shifts": norms["shift"],
             "scales": norms["scale"],
+            "folded": norms["fold"],
+            "affines": norms["affine"],
             "group_norms": norms["group"],
             "left": norms["leave"],
-            "centred": layers["centre"],
+            "centred": layers["centre"] + trained[True],
             "standardised": layers["standardise"],
             "biased": layers["bias"],
-            "not_centred": layers["keep"],
+            "not_centred": layers["keep"] + trained[False],
             "residual_scalars": norms["scale"] + sum(layer.scale is not None for layer in self.layers),
             "last_norms": len(self.heads),
             "refused": len(self.refusals),
@@ -146,6 +149,8 @@ class Plan:
         t = self.totals()
         done = {"standardise": "standardised", "bias": "biased"}.get(self.method.weights, "centred")
         fates = {"removed": "removed", "shifts": "to a shift", "scales": "to a scalar", "left": "left"}
+        if self.method.keeps_statistics:
+            fates = {"folded": "folded into a layer", "affines": "to an affine map", "left": "left"}
         if t["group_norms"]:
             fates["group_norms"] = "to a GroupNorm"
         listed = ", ".join(f"{t[key]} {fate}" for key, fate in fates.items())
@@ -162,7 +167,8 @@ class Report(Plan):
 
     Attributes:
         new_parameters: (qualified name, parameter) of every trainable parameter that did not exist before.
-        moved_parameters: Old key -> new key of betas that live on as, or were added to, a layer's bias or a shift.
+        moved_parameters: Old key -> new key of betas that live on as, or were added to, a layer's bias or a shift; with
+            ``init="keep"`` of all that a BatchNorm had.
     """
 
     new_parameters: list[tuple[str, Parameter]] = field(default_factory=list)
@@ -183,7 +189,7 @@ def _row(edit: Edit) -> tuple[str, ...]:
     action, why = edit.action, edit.why
     if isinstance(edit, LayerEdit):
         fan_in, gain = str(edit.fan_in), f"{edit.gain:.4f}"
-        action += ", backward" if action == "centre" and edit.centring == "backward" else ""
+        action += ", backward" if action in ("centre", "trained") and edit.centring == "backward" else ""
         action += f" x{edit.scale:.3f}" if edit.scale is not None else ""
         why = f"fed by {edit.fed_by}" + (f"; {why}" if why else "")
     elif isinstance(edit, HeadEdit):

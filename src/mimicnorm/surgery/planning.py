@@ -19,7 +19,7 @@ from mimicnorm.errors import RefusedError
 from mimicnorm.layers import fan_in
 from mimicnorm.methods import Method, as_method
 from mimicnorm.methods.edits import LayerEdit, NormEdit
-from mimicnorm.surgery import attention, changeable, flow, heads, probe, residual, roles, starting
+from mimicnorm.surgery import attention, changeable, flow, heads, keeping, probe, residual, roles, starting
 from mimicnorm.surgery.folding import Folder, uses_are_calls
 from mimicnorm.surgery.gains import feed
 from mimicnorm.surgery.given_weights import given
@@ -52,7 +52,8 @@ def plan(
         method: What to do, e.g. ``MimicNorm()``.
         example: A tensor, call arguments (tuple or dict), or a shape such as ``(2, 3, 224, 224)``.
         init: Initial weights: "theory", "calibrate", "auto" (theory where every operation on the way has a formula,
-            else calibrate), or None to leave every weight as it is.
+            else calibrate), or None to leave every weight as it is. "keep" is for a trained network: in evaluation mode
+            the converted one computes the same; running statistics become constants, gammas and betas stay trainable.
         head: Qualified name(s) of the module(s) that make the logits; derived from the data flow if not given.
         where: ``where(module, qualified_name)`` is False for a BatchNorm that stays as it is. It is asked about
             BatchNorms only.
@@ -65,8 +66,8 @@ def plan(
         >>> plan(net, MimicNorm(), example=(2, 8, 6, 6)).totals()["centred"]
         1
     """
-    planned = Plan(as_method(method))
     check_arguments(model, init, where, allow_mixing)
+    planned = Plan(_for_network(as_method(method), init))
     norms = {name: m for name, m in model.named_modules() if is_batch_norm(m)}
     if not norms:
         raise RefusedError(
@@ -82,6 +83,9 @@ def plan(
         return planned
     if len(left) == len(norms):
         planned.refuse("", "where= leaves every BatchNorm, so there is nothing to convert", "Let it accept some")
+    if planned.method.keeps_statistics:
+        keeping.refuse_statistics({name: m for name, m in norms.items() if name not in left}, planned)
+        keeping.refuse_trained_heads(model, planned)
     with untouched(model):
         for m in model.modules():
             m.training = False  # reading the weight of a spectral norm in training mode changes it
@@ -89,6 +93,20 @@ def plan(
     if planned.ok:
         prove(model, planned, graph, example, allow_mixing)
     return planned
+
+
+def _for_network(method: Method, init: str | None) -> Method:
+    """Return the method as it is applied to a fresh network, or to a trained one."""
+    resolved = method.resolved(trained=init == "keep")
+    if init != "keep":
+        return resolved
+    trained = resolved.for_trained()
+    if trained is None:
+        raise RefusedError(
+            f'{type(method).__name__}() cannot keep what a trained network computes (init="keep"): use MimicNorm(), '
+            "WeightMean(), LastBN() or NoNorm()"
+        )
+    return trained
 
 
 def _leave(name: str, norm: nn.Module, why: str) -> NormEdit:
@@ -126,7 +144,7 @@ class _Planner:
         around = [] if self.method.own_init else branches
         self.damped = residual.ends_around((p.node for p in products), around)
         self.v = residual.variance(self.graph, self.method, self.ends, self._is_unit(drafts), self.damped)
-        self.starts = init is not None
+        self.starts = init not in (None, "keep")
         layers = {name: self._layer_edit(draft, branches) for name, draft in drafts.items()}
         self._note_small(layers)
         self._norm_edits(layers)
@@ -134,7 +152,7 @@ class _Planner:
         self.plan.gates = [n for n in self.modules if n in self.roles.gates and n not in layers and self._has_weight(n)]
         obstacles = starting.obstacles(self.plan, self.modules, self.graph, self.left, self.probes, self.v)
         starting.choose(self.plan, self.modules, obstacles, init)
-        if products and not self.method.unit_norms:
+        if products and not self.method.unit_norms and self.starts:
             self.plan.notes.append(attention.note(products, bool(self.damped)))
 
     def _refuse_functional_norms(self) -> None:
@@ -241,7 +259,10 @@ class _Planner:
         if scalar:
             whole = edit.action in ("keep", "bias") and not self.probes[draft.name].scales_uncentred
             edit = dataclasses.replace(edit, role="branch end", scales_output=whole)
-        if problem := self._why_not(edit, bool(scalar)):
+        problem = self._why_not(edit, bool(scalar))
+        if problem and self.method.keeps_statistics:  # always right: the layer as it is, and its BatchNorm by itself
+            return dataclasses.replace(edit, action="keep", centring=None, why=problem[0])
+        if problem:
             self.plan.refuse(draft.name, *problem)
         return edit
 
@@ -284,7 +305,9 @@ class _Planner:
             positions = 16 if shape is None else math.prod(shape[1:]) // shape[probed.channel_dim]
             edit = self.method.norm(draft, folder.facts(name, positions))
             if edit.beta_into is not None:
-                layers[edit.beta_into] = dataclasses.replace(layers[edit.beta_into], beta_from=name)
+                taker = layers[edit.beta_into]
+                action = "trained" if edit.action == "fold" else taker.action
+                layers[edit.beta_into] = dataclasses.replace(taker, beta_from=name, action=action)
             for layer in edit.scale_into:
                 scalar = {"scale": edit.scale, "factor": edit.factor, "role": "branch end"}
                 scalar["scales_bias"] = self.method.scales_bias
@@ -295,10 +318,13 @@ class _Planner:
                 )
             self.plan.norms.append(edit)
         self._note_scales()
+        keeping.note_affines(self.plan, self.graph, self.modules)
 
     def _edit_with_scalar(self, name: str, layers: dict[str, LayerEdit]) -> LayerEdit | None:
         """Return the edit of a layer that is to take a residual scalar into its weight; None if it cannot."""
         edit = layers.get(name) or self._edit_of_part(name)
+        if self.method.keeps_statistics:
+            edit = dataclasses.replace(edit, action="trained")
         return edit if self._why_not(edit, scaled=True) is None else None
 
     def _edit_of_part(self, name: str) -> LayerEdit:
@@ -334,6 +360,12 @@ class _Planner:
         inside = (n for n in self.graph.nodes if n.where == name and n.kind not in _SILENT)
         does_more = isinstance(module, _BatchNorm) and any(n.users or n.is_output for n in inside)
         probed = None if does_more else probe.norm(module, shape)
+        if probed and self.method.keeps_statistics and not probe.evaluates_as_affine(module, shape, probed):
+            self.plan.refuse(
+                name,
+                f"{type(module).__name__} does not apply its running statistics, gamma and beta as BatchNorm does",
+                "Leave it out with where=",
+            )
         if probed is None:
             self.plan.refuse(
                 name,

@@ -17,7 +17,7 @@ from mimicnorm.surgery.recorder import is_batch_norm
 
 Where = Callable[[nn.Module, str], bool]
 _FEW_BATCHES = 10  # that a constructor may run
-_INITS = ("auto", "theory", "calibrate", None)
+_INITS = ("auto", "theory", "calibrate", "keep", None)
 
 
 def accepts(where: Where, module: nn.Module, name: str) -> bool:
@@ -39,7 +39,7 @@ def check_arguments(model: Any, init: Any, where: Any, allow_mixing: Any) -> Non
     if not isinstance(model, nn.Module):
         raise MimicNormError(f"model must be a torch.nn.Module; got {type(model).__name__}")
     if init not in _INITS:
-        raise MimicNormError(f'init={init!r}; use "auto", "theory", "calibrate" or None')
+        raise MimicNormError(f'init={init!r}; use "auto", "theory", "calibrate", "keep" or None')
     if where is not None and not callable(where):
         raise MimicNormError("where must be a function (module, qualified_name) -> bool")
     names = {name for name, _ in model.named_modules(remove_duplicate=False)}
@@ -86,13 +86,14 @@ def looks_trained(norm: nn.Module) -> bool:
     """
     mean, var, gamma, beta = (getattr(norm, name, None) for name in ("running_mean", "running_var", "weight", "bias"))
     if not isinstance(mean, Tensor) or not isinstance(var, Tensor):
-        return _differs(beta)
+        return differs(beta)
     if mean.is_meta or var.is_meta or not bool((mean != 0).any() or (var != 1).any()):
         return False
     batches = getattr(norm, "num_batches_tracked", None)
     a_few = isinstance(batches, Tensor) and not batches.is_meta and 0 < int(batches) <= _FEW_BATCHES
-    return not a_few or _differs(gamma) or _differs(beta)
+    return not a_few or differs(gamma) or differs(beta)
 
 
-def _differs(values: Any) -> bool:
+def differs(values: Any) -> bool:
+    """Tell whether values are known and not all the same."""
     return isinstance(values, Tensor) and not values.is_meta and bool((values != values.flatten()[0]).any())

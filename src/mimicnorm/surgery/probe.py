@@ -13,11 +13,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from mimicnorm.layers import Remains, Shift, centre, centre_, has_own_forward, plain_kind, scale_weight_
+from mimicnorm.layers import (
+    KeptNorm,
+    Remains,
+    Shift,
+    TrainedNorm,
+    centre,
+    centre_,
+    has_own_forward,
+    keep_,
+    plain_kind,
+    scale_weight_,
+)
 
 _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -82,6 +94,30 @@ def _explain(twin: nn.Module, shape: tuple[int, ...], beta: Tensor | None) -> No
     return None
 
 
+def evaluates_as_affine(module: nn.Module, shape: torch.Size | None, probed: NormProbe) -> bool:
+    """Tell whether a BatchNorm, in evaluation mode, is the affine map of its parameters and running statistics.
+
+    Args:
+        module: The BatchNorm, with running statistics.
+        shape: What it was called with, if it was seen to run.
+        probed: What else it does.
+    """
+    if any(type(module) is known for known in _PLAIN_NORMS):
+        return True
+    twin: Any = _on_cpu(module).eval()
+    width = channels(twin)
+    gamma, beta = (None if t is None else Parameter(t.detach()) for t in (twin.weight, twin.bias))
+    norm = TrainedNorm(gamma, beta, twin.running_mean, twin.running_var, float(getattr(twin, "eps", 1e-5)))
+    small = (2, width, 3, 3) if shape is None else (2, *(n if n == width else min(n, 4) for n in shape[1:]))
+    x = torch.randn(small, generator=_generator(), device="cpu", dtype=torch.float32)
+    kept = Remains(KeptNorm(norm, probed.channel_dim), {n: getattr(twin, n) for n in probed.children}).eval()
+    try:
+        with torch.no_grad():
+            return _same(kept(x.clone()), twin(x))
+    except Exception:  # whatever a foreign module raises on plain data, it is not understood
+        return False
+
+
 @dataclass(frozen=True)
 class LayerProbe:
     """What can be done to a layer with another ``forward`` than PyTorch's.
@@ -91,6 +127,7 @@ class LayerProbe:
         scales: ... and a scalar in it multiplies its output.
         scales_uncentred: Uncentred, a scalar on its weight multiplies its output without the bias.
         takes_bias: A bias given to it is added to its output.
+        keeps: It can take up the trained BatchNorm after it.
         follows: Twice the weight gives twice the output; not so if the weight is standardised on the way.
     """
 
@@ -98,6 +135,7 @@ class LayerProbe:
     scales: bool
     takes_bias: bool
     scales_uncentred: bool
+    keeps: bool = False
     follows: bool = True
 
 
@@ -107,7 +145,7 @@ def layer(module: nn.Module, input_shape: torch.Size) -> LayerProbe:
     if module._forward_pre_hooks and _is_written(module, input_shape):
         return LayerProbe(False, False, False, plain)
     if plain:
-        return LayerProbe(True, True, True, True)
+        return LayerProbe(True, True, True, True, True)
     x = torch.randn((1, *input_shape[1:]), generator=_generator(), device="cpu", dtype=torch.float32)
     try:
         twin = _on_cpu(module).eval()
@@ -155,7 +193,16 @@ def _layer(twin: Any, x: Tensor) -> LayerProbe:
     scales_uncentred = _same(scale_weight_(copy.deepcopy(with_bias), half)(x), 0.5 * twin(x) + added)
     doubled = copy.deepcopy(twin)
     doubled.weight.mul_(2)
-    return LayerProbe(centres, scales, takes_bias, scales_uncentred, _same(doubled(x), 2 * twin(x)))
+    keeps = dim == 1 and _keeps(with_bias if twin.bias is not None else twin, x, bias)
+    return LayerProbe(centres, scales, takes_bias, scales_uncentred, keeps, _same(doubled(x), 2 * twin(x)))
+
+
+def _keeps(twin: nn.Module, x: Tensor, values: Tensor) -> bool:
+    """Whether a layer, given a trained BatchNorm, does what both do."""
+    gamma, beta = Parameter(values + 1, requires_grad=False), Parameter(1 - values, requires_grad=False)
+    mean, var = values.flip(0), values.square() + 1
+    expected = F.batch_norm(twin(x), mean, var, gamma, beta, False, 0.0, 1e-5)
+    return _same(keep_(copy.deepcopy(twin), TrainedNorm(gamma, beta, mean, var, 1e-5))(x), expected)
 
 
 def _on_cpu(module: nn.Module) -> nn.Module:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mimicnorm.layers import Derived, FixupScalars, GroupNorm, LastNorm, Remains, Scale, Shift
+from mimicnorm.layers import Derived, FixupScalars, GroupNorm, KeptNorm, LastNorm, Remains, Scale, Shift
 from mimicnorm.surgery import mixing
 from mimicnorm.surgery.graph import Graph, Node
 from mimicnorm.surgery.isolate import instead_of_forward, snapshot
@@ -156,7 +156,7 @@ def _as_before(module: nn.Module, forward: Callable) -> Callable:
     if isinstance(module, Remains):
         others = [child for name, child in module.named_children() if name != "instead"]
         return lambda x: nn.Sequential(*others)(normalise(x))
-    return normalise if isinstance(module, (nn.Identity, Shift, Scale, FixupScalars, GroupNorm)) else forward
+    return normalise if isinstance(module, (nn.Identity, Shift, Scale, FixupScalars, GroupNorm, KeptNorm)) else forward
 
 
 def _same_twice(model: nn.Module, planned: Plan, graph: Graph, example: Any) -> bool:
@@ -278,7 +278,7 @@ def _refuse_mixing(
     """Refuse a network whose samples see each other by numbers, whatever its modules are called."""
     left = {n.name for n in planned.norms if n.action == "leave"}
     accepted = {name for name in suspects if any(not a or f"{name}.".startswith(f"{a}.") for a in allow_mixing)}
-    starts = {f"{s.name}.weight": s.gain / math.sqrt(s.fan_in) for s in planned.layers}
+    starts = {f"{s.name}.weight": s.gain / math.sqrt(s.fan_in) for s in planned.layers if planned.init != "keep"}
     tried = [name for name in suspects if name not in left | accepted]
     try:
         changes = mixing.changes(model, example, tried, ignored=left, starts=starts) if tried else {}

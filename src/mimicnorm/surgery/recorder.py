@@ -156,7 +156,7 @@ class Recorder(TorchFunctionMode):
 
     def mutate(self, t: Tensor, name: str, kind: Kind, inputs: tuple[Node, ...], extra: dict) -> None:
         """Note an in-place operation: a new value for ``t`` and for every other view of its memory."""
-        new = self.add(t, name, kind, inputs, **extra)
+        new = self.add(t, name, kind, inputs, in_place=True, **extra)
         for other in self.aliases.of(t):
             old = self.node(other)
             if other.numel() <= t.numel() or old is None:

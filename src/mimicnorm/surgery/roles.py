@@ -79,7 +79,7 @@ def assign(graph: Graph, norms: Iterable[str], heads: set[str], plan: Plan) -> R
 
 def _owners(roles: Roles, name: str, calls: list[Node], plan: Plan) -> bool:
     """Find the layers of one BatchNorm; False if the weight before it belongs to no layer that can be changed."""
-    if any(flow.on_raw_input(call) for call in calls):
+    if any(flow.on_raw_input(call) for call in calls) and not plan.method.keeps_statistics:
         plan.refuse(
             name or "(root)",
             "this BatchNorm normalises the model's own input: data normalisation, not a hidden layer",

@@ -31,8 +31,8 @@ def choose(plan: Plan, modules: Mapping[str, nn.Module], obstacles: Iterator[str
             trained[0],
             f"the network looks trained ({count(len(trained), 'BatchNorm')} with running statistics and affine "
             "parameters that have moved), and converting sets new initial weights",
-            'Confirm it with init="theory" or init="calibrate"; init=None keeps every weight, for a checkpoint that '
-            "is loaded afterwards",
+            'Keep what it computes with init="keep". To train it anew, confirm with init="theory" or init="calibrate"; '
+            "init=None leaves the weights and drops the BatchNorms, for a checkpoint that is loaded afterwards",
         )
     if init == "calibrate" and method.own_init:
         plan.refuse("", f"{type(method).__name__} {OWN_INIT}", 'Use init="theory", or None to keep them')
@@ -44,7 +44,7 @@ def choose(plan: Plan, modules: Mapping[str, nn.Module], obstacles: Iterator[str
         why = next(obstacles, None)
         plan.init = "calibrate" if why else "theory"
         plan.init_why = why or "every operation on the way has a formula"
-    plan.notes += notes_on_given(modules, plan.layers, plan.init is not None)
+    plan.notes += notes_on_given(modules, plan.layers, plan.init not in (None, "keep"))
     if plan.init == "calibrate" and plan.gates:
         layers = count(len(plan.gates), "layer")
         plan.notes.append(f"{layers} of gates will be scaled down where needed, so that gates start near constant")
