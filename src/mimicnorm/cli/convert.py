@@ -20,7 +20,7 @@ class Convert(Network):
     allow_mixing: tuple[str, ...] = ()
     """Qualified names of modules that are meant to work across the batch."""
     init: str = "auto"
-    """Initial weights to plan for: auto, theory, calibrate or none (a trained model needs one of the last three)."""
+    """Initial weights to plan for: auto, theory, calibrate, keep or none; for a trained model anything but auto."""
     json: bool = False
     """Print plain JSON instead of the table."""
 
@@ -35,7 +35,7 @@ class Convert(Network):
 
         if self.init not in INITS:
             raise InitError(f"--init {self.init!r} is not known: use one of {', '.join(INITS)}")
-        chosen = method(self.method)
+        chosen = method(self.method).resolved(trained=self.init == "keep")
         model, shape = self.build()
         if shape[0] == 1 and chosen.last_norm:
             raise ExampleError("a last BN has no variance to divide by in a batch of one: use --batch 2 or more")
@@ -44,7 +44,11 @@ class Convert(Network):
         planned.require()
         if not self.json:
             print(planned)
-        after = model if not chosen.removes_norm else convert(model, chosen, init=None, **how)
+        after = (
+            model
+            if not chosen.removes_norm
+            else convert(model, chosen, init="keep" if self.init == "keep" else None, **how)
+        )
         before_bytes = memory.measure(model, shape).saved_bytes
         after_bytes = memory.measure(after, shape).saved_bytes
         saving = {"before": before_bytes, "after": after_bytes, "ratio": after_bytes / max(before_bytes, 1)}

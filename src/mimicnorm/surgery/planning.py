@@ -69,7 +69,7 @@ def plan(
     check_arguments(model, init, where, allow_mixing)
     planned = Plan(_for_network(as_method(method), init))
     norms = {name: m for name, m in model.named_modules() if is_batch_norm(m)}
-    if not norms:
+    if not norms and planned.method.removes_norm:
         raise RefusedError(
             f"{type(model).__name__} has no BatchNorm: there is nothing to convert. "
             "(A network that was fused or converted elsewhere has lost them already.)"

@@ -16,14 +16,16 @@ from mimicnorm.surgery.convert import convert_
 from mimicnorm.surgery.plan import Plan
 from mimicnorm.surgery.record import record
 from mimicnorm.training.recipes import Recipe
+from mimicnorm.training.trained import load_trained
 
 
 def network(recipe: Recipe, source: Source) -> nn.Module:
     """Build the recipe's network for a data set and apply its method; the seed decides every weight.
 
     The classifier, the layer that the data flow shows to make the logits, is drawn anew with the recipe's variance and
-    bias 0, unless the method sets it itself (Fixup). All other layers start as the method sets them, or as
-    N(0, 2 / fan-in), convolutions and linear layers alike. Networks of other packages keep what their makers drew.
+    bias 0, unless the method sets it itself (Fixup) or it was trained (``init_from``). All other layers start as the
+    method sets them, or as N(0, 2 / fan-in), convolutions and linear layers alike, or as they were trained. Networks of
+    other packages keep what their makers drew.
     """
     return converted(recipe, source)[0]
 
@@ -38,13 +40,16 @@ def converted(recipe: Recipe, source: Source) -> tuple[nn.Module, Plan]:
     example, _ = first_batch(source, 32)  # always the same images: calibration looks at them
     if foreign:
         _require_logits(model, recipe.model, example[:2], source.classes)
-    classifiers = [] if foreign else heads.find(record(model, example[:2])).heads
+    evident = [] if foreign and not recipe.init_from else heads.find(record(model, example[:2])).heads
+    classifiers = [head.module for head in evident]
+    if recipe.init_from:
+        classifiers = load_trained(model, *recipe.weights_file(), classifiers)
     init = None if recipe.init == "none" else recipe.init
     report = convert_(model, recipe.configured_method(), example=example, init=init)
     set_by_method = {step.name for step in report.layers} if report.method.removes_norm else set()
     for head in classifiers:
-        if head.module not in set_by_method:
-            _draw_classifier(model.get_submodule(head.module), recipe.classifier_variance)
+        if not foreign and head not in set_by_method:
+            _draw_classifier(model.get_submodule(head), recipe.classifier_variance)
     return model, report
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +22,7 @@ from mimicnorm.models.lookup import check_spec
 if TYPE_CHECKING:
     from mimicnorm.methods import Method
 
-INITS = ("auto", "theory", "calibrate", "none")
+INITS = ("auto", "theory", "calibrate", "keep", "none")
 """How starting weights are called on the command line."""
 _CHOICES = {
     "init": INITS,
@@ -57,7 +58,11 @@ class Recipe:
     settings: tuple[str, ...] = ()
     """Settings of the method as NAME=VALUE, such as residual=linear min_fan_in=50."""
     init: str = "auto"
-    """Starting weights of converted layers: auto, theory, calibrate, or none (as the network's maker drew them)."""
+    """Starting weights of converted layers: auto, theory, calibrate, keep (trained weights stay, and so does what the
+    network computes), or none (as the network's maker drew them)."""
+    init_from: str = ""
+    """Trained weights to start from: a safetensors file with the state dict of the network before its conversion. Needs
+    --init keep (or none). The classifier starts anew if the file has none or one for another number of classes."""
     width: float = 1.0
     """Multiplies the network's channels. Below 1, min_fan_in (of methods that centre weights, unless in settings) is
     multiplied, too: layers that are centred at full width stay so."""
@@ -140,6 +145,10 @@ class Recipe:
         if self.validation >= 1:
             raise RecipeError(f"validation={self.validation}: use a fraction of the training set, below 1")
         self.class_indices()
+        if self.init_from and self.init not in ("keep", "none"):
+            raise RecipeError(
+                f'init_from with init={self.init!r} would draw new weights over the given ones: use "keep"'
+            )
         if self.momentum >= 1:
             raise RecipeError(f"momentum={self.momentum}: use a number below 1, or no gradient is ever forgotten")
         if self.warmup > 1 or not all(0 < finite(m, "milestones", error=RecipeError) < 1 for m in self.milestones):
@@ -157,8 +166,20 @@ class Recipe:
             )
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain data, as JSON gives it back."""
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+        """Plain data, as JSON gives it back; ``init_from`` only where it is given."""
+        fields = {k: list(v) if isinstance(v, tuple) else v for k, v in dataclasses.asdict(self).items()}
+        return fields if self.init_from else {k: v for k, v in fields.items() if k != "init_from"}
+
+    def weights_file(self) -> tuple[Path, str]:
+        """Return the file that ``init_from`` names and the SHA-256 of its content, which a resolved recipe states."""
+        stated = re.fullmatch(r"(.+)#([0-9a-f]{64})", self.init_from)
+        if stated:
+            return Path(stated[1]), stated[2]
+        try:
+            with open(self.init_from, "rb") as file:
+                return Path(self.init_from), hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            raise RecipeError(f"init_from={self.init_from!r} cannot be read: {error.strerror}") from error
 
     def class_indices(self) -> tuple[int, ...] | None:
         """Return the indices that ``classes`` names; None is all.
@@ -199,10 +220,13 @@ class Recipe:
         """
         # Both take the same steps under SGD, and backward is faster.
         place = {"centre": "backward" if self.optimizer == "sgd" else "forward"}
-        return _method(self.method, self.settings, 1.0 if ":" in self.model else self.width, place)
+        method = _method(self.method, self.settings, 1.0 if ":" in self.model else self.width, place)
+        return method.resolved(trained=self.init == "keep")
 
     def resolved(self) -> Recipe:
         """Write out what the method decides by default, so that a changed default makes another recipe.
+
+        Of trained weights to start from, the content is written out.
 
         Example:
             >>> recipe("digits-resnet10", method="weight_mean").resolved().settings
@@ -211,11 +235,14 @@ class Recipe:
         chosen = self.configured_method()
         settings = tuple(f"{k}={json.dumps(v)}" for k, v in sorted(dataclasses.asdict(chosen).items()))
         rate = chosen.scalar_rate if self.scalar_rate is None else self.scalar_rate
-        return dataclasses.replace(self, method=chosen.name, settings=settings, scalar_rate=rate)
+        weights = "{}#{}".format(*self.weights_file()) if self.init_from else ""
+        return dataclasses.replace(self, method=chosen.name, settings=settings, scalar_rate=rate, init_from=weights)
 
     def key(self) -> str:
-        """Hash the resolved recipe: what a sweep finds a run by."""
-        text = json.dumps(self.resolved().as_dict(), sort_keys=True)
+        """Hash the resolved recipe: what a sweep finds a run by. Trained weights count by content, not by place."""
+        fields = self.resolved().as_dict()
+        fields |= {"init_from": self.weights_file()[1]} if self.init_from else {}
+        text = json.dumps(fields, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
