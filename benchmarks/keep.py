@@ -1,0 +1,390 @@
+"""Trained networks that are kept: equality over the zoo, fine-tuning, and what a user could take instead.
+
+    python benchmarks/keep.py equal
+    python benchmarks/keep.py rates seeds --data-dir FOLDER [--jobs 2]
+    python benchmarks/keep.py alternatives
+
+equal         torchvision's BatchNorm classifiers and one network of each family of timm, statistics and affine drawn at
+              random: outputs, gradients, independence of samples, saved bytes. Finished networks are skipped when the
+              same code runs again. ``results/keep-equal.json``
+rates, seeds  CIFAR-100: a narrow ResNet-18 trained on 50 classes, fine-tuned on 5,000 images of the others. First a
+              learning rate for each way and batch size, on images held out; then three seeds on the test set. Runs are
+              cached in ``results/runs``. ``results/keep-tuning.json``
+alternatives  frozen BatchNorm, inductor's flag for it, activation checkpointing: saved bytes and time of a step beside
+              keep. ``results/keep-alternatives.json``
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import gc
+import math
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+from coverage import build, smallest_input
+from provenance import ROOT, Rows, provenance, save, zoo
+from runs import available, trained
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+sys.path.insert(0, str(Path(__file__).parent))  # the runs import keep_networks
+
+import keep_networks
+
+import mimicnorm as mn
+from mimicnorm import memory
+from mimicnorm.errors import MimicNormError
+from mimicnorm.surgery.recorder import is_batch_norm
+from mimicnorm.training import recipe
+from mimicnorm.training.recipes import Recipe
+from mimicnorm.training.sweep import folder_of, run_all
+
+# -- equal -------------------------------------------------------------------------------------------------------
+
+
+def families() -> list[tuple[str, str]]:
+    """torchvision's classifiers with BatchNorm, and the smallest network with BatchNorm of each module of timm."""
+    models, timm = zoo.torchvision().models, zoo.timm()
+    chosen = {("torchvision", n): size for n in models.list_models(module=models) if (size := width("torchvision", n))}
+    for module in timm.list_modules():
+        sizes = {name: width("timm", name) for name in timm.list_models(module=module)}
+        smallest = min((n for n, size in sizes.items() if size), key=lambda n: sizes[n], default=None)
+        if smallest is not None:
+            chosen["timm", smallest] = sizes[smallest]
+    return sorted(chosen, key=lambda key: chosen[key])
+
+
+def width(source: str, name: str) -> int:
+    """How many parameters a network has; 0 if it has no BatchNorm or is not built on the meta device."""
+    try:
+        with torch.device("meta"):
+            model = build(source, name)
+    except Exception:
+        return 0
+    return sum(p.numel() for p in model.parameters()) if any(map(is_batch_norm, model.modules())) else 0
+
+
+def draw(model: nn.Module, x: Tensor) -> None:
+    """Give every BatchNorm a random affine map, and statistics at random around those of a batch."""
+    generator = torch.Generator().manual_seed(1)
+    norms: list[Any] = [m for m in model.modules() if is_batch_norm(m)]
+    with torch.no_grad():
+        for m in norms:
+            if m.weight is not None:
+                m.weight.uniform_(0.5, 1.5, generator=generator)
+                m.bias.normal_(0, 0.2, generator=generator)
+            m.momentum = 1.0
+        model.train()(x)
+        for m in norms:
+            m.momentum = 0.1
+            noise = torch.randn(m.running_mean.shape, generator=generator)
+            m.running_mean += 0.2 * m.running_var.sqrt() * noise
+            m.running_var *= 2 ** torch.randn(m.running_var.shape, generator=generator)
+            m.running_var += 1e-2  # a channel that is constant on the batch
+
+
+def leaves(output: Any) -> list[Tensor]:
+    return [t for t in pytree.tree_leaves(output) if isinstance(t, Tensor) and t.is_floating_point()]
+
+
+def difference(a: Any, b: Any) -> float:
+    """The largest difference of two outputs, relative to the largest value."""
+    pairs = list(zip(leaves(a), leaves(b), strict=True))
+    return max(float((s - t).detach().abs().max() / s.detach().abs().max()) for s, t in pairs)
+
+
+def gradient_difference(model: nn.Module, kept: nn.Module, moved: dict[str, str], x: Tensor) -> float:
+    """The largest relative difference of a parameter's gradient; below 1e-6 of the largest gradient counts as that."""
+    for network in (model, kept):
+        outputs = leaves(network(x))
+        generator = torch.Generator().manual_seed(2)
+        sum((torch.randn(t.shape, generator=generator).to(t) * t).sum() for t in outputs).backward()  # pyrefly: ignore
+    pairs = [(p.grad, kept.get_parameter(moved.get(n, n)).grad) for n, p in model.named_parameters()]
+    if any((a is None) != (b is None) for a, b in pairs):
+        return math.inf
+    both = [(a, b) for a, b in pairs if a is not None and b is not None]
+    least = 1e-6 * max(float(a.norm()) for a, _ in both)
+    return max(float((a - b).norm()) / max(float(a.norm()), least) for a, b in both)
+
+
+def sees_others(kept: nn.Module, x: Tensor) -> bool:
+    """Whether, in training mode, what comes out for the first sample depends on another."""
+    x = x.clone().requires_grad_()
+    firsts = [t[0].sum() for t in leaves(kept.train()(x)) if t.shape[:1] == x.shape[:1]]
+    (grad,) = torch.autograd.grad(sum(firsts), x)  # pyrefly: ignore
+    return bool(grad[1:].any()) or not bool(grad[0].any())
+
+
+def examine(source: str, name: str) -> dict:
+    torch.manual_seed(0)
+    model = build(source, name)
+    shape = smallest_input(model)
+    x = torch.randn(shape)
+    draw(model, x)
+    model.eval()
+    row: dict[str, Any] = {"shape": list(shape), "parameters": sum(p.numel() for p in model.parameters())}
+    for method in (mn.NoNorm(), mn.MimicNorm()):
+        kept = mn.convert(model, method, example=shape, init="keep").eval()
+        with torch.no_grad():
+            row[f"fp32 {method.name}"] = difference(model(x), kept(x))
+        row["other samples"] = row.get("other samples", False) or sees_others(kept, x)
+    row |= {key: kept._mimicnorm.totals()[key] for key in ("batch_norms", "folded", "affines", "left")}  # pyrefly: ignore
+    row |= saved(model)
+    model, x = model.double(), x.double()
+    kept = copy.deepcopy(model)
+    report = mn.convert_(kept, mn.NoNorm(), example=shape, init="keep")
+    row["fp64"] = difference(model(x), kept.eval()(x))
+    row["gradients"] = gradient_difference(model, kept, report.moved_parameters, x)
+    return row
+
+
+def saved(model: nn.Module) -> dict:
+    """Bytes saved for backward at the network's own input size, over those of the network without norms."""
+    config = getattr(model, "default_cfg", None) or {}
+    shape = (8, *config.get("input_size", (3, 224, 224)))
+    networks = {
+        "batchnorm": copy.deepcopy(model).train(),
+        "keep": mn.convert(model, mn.NoNorm(), example=shape, init="keep").train(),
+        "nonorm": mn.convert(model, mn.NoNorm(), example=shape, init=None).train(),
+    }
+    measured = {key: memory.measure(network, shape).saved_bytes for key, network in networks.items()}
+    return {f"saved {key}": measured[key] / measured["nonorm"] for key in ("batchnorm", "keep")}
+
+
+def equal() -> None:
+    rows = Rows("keep-equal", "source", "name")
+    for source, name in families():
+        if (source, name) in rows:
+            continue
+        try:
+            outcome = examine(source, name)
+        except MimicNormError as error:
+            outcome = {"refused": str(error)[:400]}
+        rows.add({"source": source, "name": name, **outcome})
+        gc.collect()
+
+
+# -- rates and seeds ---------------------------------------------------------------------------------------------
+
+PRETRAINED, FOLDED = "runs/keep-pretrained.safetensors", "runs/keep-folded.safetensors"
+BATCHES = (2, 4, 32)
+RATES = (0.01, 0.03, 0.1)  # at batch 32; in proportion to the batch
+COMMON: dict[str, Any] = {"classes": "50-99", "limit": 5000, "epochs": 4, "schedule": "linear", "warmup": 0.1}
+WAYS: dict[str, dict[str, Any]] = {
+    "BatchNorm": {"model": "keep_networks:batchnorm", "method": "batchnorm"},
+    "frozen BatchNorm": {"model": "keep_networks:frozen", "method": "batchnorm"},
+    "GroupNorm": {"model": "keep_networks:groupnorm", "method": "batchnorm"},
+    "folded": {"model": "keep_networks:folded", "method": "batchnorm", "init_from": FOLDED},
+    "keep": {"model": "keep_networks:batchnorm", "method": "nonorm"},
+    "keep, centred": {"model": "keep_networks:batchnorm", "method": "mimicnorm", "settings": ("min_fan_in=12",)},
+}
+SMOKE: dict[str, Any] = {}
+
+
+def pretrain(data_dir: str) -> None:
+    """Train on the first 50 classes; write the weights without the classifier, as they are and folded."""
+    fields = {"classes": "0-49", "epochs": 20, "batch": 128, "lr": 0.2, "schedule": "linear", "warmup": 0.1, **SMOKE}
+    chosen = recipe("cifar100-resnet18-desk", model="keep_networks:batchnorm", method="batchnorm", **fields)
+    (((_, result)),) = run_all({"pretrained": chosen}, "runs", data_dir=data_dir)
+    print(f"pretrained: {result.status}, top-1 {result.top1}", flush=True)
+    state = safetensors.torch.load_file(folder_of("pretrained", chosen, "runs") / "weights.safetensors")
+    state = {k: v for k, v in state.items() if not k.startswith("fc.")}
+    safetensors.torch.save_file(state, PRETRAINED)
+    safetensors.torch.save_file(keep_networks.fold_state(state), FOLDED)
+
+
+def tuning(way: str, batch: int, rate: float, seed: int, **changes: Any) -> Recipe:
+    fields = {"init_from": PRETRAINED, "init": "keep", **COMMON, **WAYS[way], **changes, **SMOKE}
+    return recipe("cifar100-resnet18-desk", batch=batch, lr=rate * batch / 32, seed=seed, **fields)
+
+
+def rates() -> dict[tuple, Recipe]:
+    """Each way at three learning rates, evaluated on a tenth of the training images."""
+    return {
+        (way, batch, rate): tuning(way, batch, rate, 10, validation=0.1)
+        for batch in reversed(BATCHES)
+        for way in WAYS
+        for rate in RATES
+    }
+
+
+def best_rates() -> dict[tuple, float]:
+    """The learning rate of each way and batch size whose run was best on the images held out."""
+    runs = labelled(available(texts(rates())), rates())
+    best = {}
+    for way in WAYS:
+        for batch in BATCHES:
+            tried = {rate: top1(run) for (w, b, rate), run in runs.items() if (w, b) == (way, batch)}
+            if len(tried) == len(RATES):
+                best[way, batch] = max(tried, key=lambda rate: tried[rate])
+    return best
+
+
+def seeds() -> dict[tuple, Recipe]:
+    """Three seeds of each way at its best learning rate, on the test set; keep in micro-batches of one, too."""
+    made = {
+        (way, batch, seed): tuning(way, batch, rate, seed)
+        for (way, batch), rate in best_rates().items()
+        for seed in range(3)
+    }
+    for seed in range(3):
+        if ("keep, centred", 32) in best_rates():
+            rate = best_rates()["keep, centred", 32]
+            made["keep, centred, micro-batches of 1", 32, seed] = tuning("keep, centred", 32, rate, seed, micro_batch=1)
+    return made
+
+
+def texts(recipes: dict[tuple, Recipe]) -> dict[str, Recipe]:
+    return {"keep " + " ".join(map(str, label)): r for label, r in recipes.items()}
+
+
+def labelled(runs: dict[str, dict], recipes: dict[tuple, Recipe]) -> dict[tuple, dict]:
+    return {label: runs[text] for label, text in zip(recipes, texts(recipes), strict=True) if text in runs}
+
+
+def top1(run: dict) -> float:
+    return run["history"][-1]["top1"] if run["status"] == "done" else 0.0
+
+
+def summarise() -> None:
+    """Accuracy of every seed, memory and time of every way; also of what is not finished."""
+    runs = labelled(available(texts(seeds())), seeds())
+    searched = labelled(available(texts(rates())), rates())
+    rows: dict[str, dict] = {}
+    for (way, batch, _), run in runs.items():
+        row = rows.setdefault(f"{way}, batch {batch}", {"way": way, "batch": batch, "top1": [], "diverged": 0})
+        row["diverged"] += run["status"] == "diverged"
+        row["lr"] = run["recipe"]["lr"]
+        row["top1"].append(top1(run))
+        row.setdefault("seconds", []).append(
+            statistics.median(h["seconds"] for h in run["history"]) if top1(run) else None
+        )
+        row["saved_bytes"] = saved_bytes(way, batch)
+    search = [
+        {"way": w, "batch": b, "rate": r, "status": run["status"], "top1": top1(run)}
+        for (w, b, r), run in searched.items()
+    ]
+    save("keep-tuning", {**provenance(**COMMON, rates=RATES), "search": search, "rows": list(rows.values())})
+
+
+def saved_bytes(way: str, batch: int) -> int:
+    """What a step saves for backward; in micro-batches of one, what one of them does."""
+    fields, parts = WAYS.get(way, WAYS["keep, centred"]), way not in WAYS
+    shape = (1 if parts else batch, 3, 32, 32)
+    model = getattr(keep_networks, fields["model"].partition(":")[2])()
+    if fields["method"] != "batchnorm":
+        draw(model, torch.randn(8, 3, 32, 32))
+        model = mn.convert(model, mn.NoNorm(), example=(2, 3, 32, 32), init="keep")
+    return memory.measure(model.train(), shape).saved_bytes
+
+
+# -- alternatives ------------------------------------------------------------------------------------------------
+
+SHAPE = (8, 3, 96, 96)
+
+
+def alternatives() -> None:
+    """ResNet-18 on the CPU; the compiled networks are compiled for real."""
+    import torch._inductor.config as inductor
+
+    model = zoo.torchvision().models.resnet18()
+    draw(model, torch.randn(SHAPE))
+    frozen = keep_networks.freeze(copy.deepcopy(model))
+    rows = Rows("keep-alternatives", "name", shape=SHAPE, threads=torch.get_num_threads())
+    kept = {m.name: mn.convert(model, m, example=SHAPE, init="keep") for m in (mn.NoNorm(), mn.MimicNorm())}
+    networks: dict[str, tuple[nn.Module, bool | None]] = {
+        "BatchNorm": (model, None),
+        "frozen BatchNorm": (frozen, None),
+        "frozen BatchNorm, checkpointed blocks": (checkpointed(copy.deepcopy(frozen)), None),
+        "keep": (kept["nonorm"], None),
+        "keep, centred": (kept["mimicnorm"], None),
+        "frozen BatchNorm, compiled": (copy.deepcopy(frozen), False),
+        "frozen BatchNorm, compiled, efficient_conv_bn_eval_fx_passes": (copy.deepcopy(frozen), True),
+        "keep, compiled": (copy.deepcopy(kept["nonorm"]), False),
+    }
+    for name, (network, flag) in networks.items():
+        if (name,) in rows:
+            continue
+        row: dict[str, Any] = {"name": name}
+        if flag is None:
+            row["saved_bytes"] = memory.measure(network.train(), SHAPE).saved_bytes
+        else:
+            torch._dynamo.reset()
+            inductor.efficient_conv_bn_eval_fx_passes = flag
+            network.train().compile()
+            row["saved_bytes"] = really_saved(network)
+        row["seconds"] = seconds(network, model)
+        rows.add(row)
+
+
+def checkpointed(model: Any) -> nn.Module:
+    for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
+        for block in stage:
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    return model
+
+
+def really_saved(model: nn.Module) -> int:
+    """Count what a compiled forward saves beside its input, parameters and buffers."""
+    images = torch.randn(SHAPE)
+    own = {t.untyped_storage()._cdata for t in (images, *model.parameters(), *model.buffers())}
+    found: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        if t.untyped_storage()._cdata not in own:
+            found[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with saved_tensors_hooks(pack, lambda t: t):
+        output = model(images)
+    del output
+    return sum(found.values())
+
+
+def seconds(network: nn.Module, baseline: nn.Module, rounds: int = 7) -> float:
+    """Time of a step over that of the BatchNorm network, median of interleaved rounds."""
+    images, ratios = torch.randn(SHAPE), []
+    for round_ in range(rounds + 1):
+        times = []
+        for model in (network, baseline):
+            start = time.perf_counter()
+            model.train()(images).square().mean().backward()
+            times.append(time.perf_counter() - start)
+        ratios += [times[0] / times[1]] * (round_ > 0)
+    return statistics.median(ratios)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="+", choices=("equal", "rates", "seeds", "alternatives"))
+    parser.add_argument("--data-dir")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--smoke", action="store_true", help="few images and one epoch: does it run?")
+    options = parser.parse_args()
+    os.chdir(ROOT)  # the files of weights go by relative names
+    SMOKE.update({"limit": 64, "epochs": 1, "test_limit": 64} if options.smoke else {})
+    for part in options.parts:
+        if part in ("equal", "alternatives"):
+            {"equal": equal, "alternatives": alternatives}[part]()
+            continue
+        if not options.data_dir:
+            parser.error(f"{part} needs --data-dir")
+        pretrain(options.data_dir)
+        torch.set_num_threads(options.jobs)  # one for each run
+        trained(texts({"rates": rates, "seeds": seeds}[part]()), options.data_dir, options.jobs)
+        summarise()
+
+
+if __name__ == "__main__":
+    main()
