@@ -41,6 +41,8 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).parent))  # the runs import keep_networks
 
 import keep_networks
+import provenance as provenance_file
+import runs as runs_file
 
 import mimicnorm as mn
 from mimicnorm import memory
@@ -189,7 +191,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "keep": {"model": "keep_networks:batchnorm", "method": "nonorm"},
     "keep, centred": {"model": "keep_networks:batchnorm", "method": "mimicnorm", "settings": ("min_fan_in=12",)},
 }
+SEEDS = (0, 1, 2)
 SMOKE: dict[str, Any] = {}
+
+
+def smoke() -> None:
+    """Shorten everything to a minute or two, with results in ``runs/smoke``."""
+    SMOKE.update({"limit": 256, "epochs": 1, "test_limit": 64})
+    globals().update(BATCHES=(32,), RATES=(0.03,), SEEDS=(0,))
+    provenance_file.RESULTS, runs_file.FOLDER = ROOT / "runs/smoke", ROOT / "runs/smoke/runs"
 
 
 def pretrain(data_dir: str) -> None:
@@ -236,9 +246,9 @@ def seeds() -> dict[tuple, Recipe]:
     made = {
         (way, batch, seed): tuning(way, batch, rate, seed)
         for (way, batch), rate in best_rates().items()
-        for seed in range(3)
+        for seed in SEEDS
     }
-    for seed in range(3):
+    for seed in SEEDS:
         if ("keep, centred", 32) in best_rates():
             rate = best_rates()["keep, centred", 32]
             made["keep, centred, micro-batches of 1", 32, seed] = tuning("keep, centred", 32, rate, seed, micro_batch=1)
@@ -373,7 +383,8 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="few images and one epoch: does it run?")
     options = parser.parse_args()
     os.chdir(ROOT)  # the files of weights go by relative names
-    SMOKE.update({"limit": 64, "epochs": 1, "test_limit": 64} if options.smoke else {})
+    if options.smoke:
+        smoke()
     for part in options.parts:
         if part in ("equal", "alternatives"):
             {"equal": equal, "alternatives": alternatives}[part]()
