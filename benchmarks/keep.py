@@ -4,7 +4,7 @@
     python benchmarks/keep.py rates seeds --data-dir FOLDER [--jobs 2]
     python benchmarks/keep.py alternatives
 
-equal         torchvision's BatchNorm classifiers and one network of each family of timm, statistics and affine drawn at
+equal         torchvision's BatchNorm classifiers and one network of each module of timm, statistics and affine drawn at
               random: outputs, gradients, independence of samples, saved bytes. Finished networks are skipped when the
               same code runs again. ``results/keep-equal.json``
 rates, seeds  CIFAR-100: a narrow ResNet-18 trained on 50 classes, fine-tuned on 5,000 images of the others. First a
@@ -20,6 +20,7 @@ import argparse
 import copy
 import functools
 import gc
+import json
 import math
 import os
 import statistics
@@ -31,7 +32,7 @@ from typing import Any
 import safetensors.torch
 import torch
 from coverage import build, smallest_input
-from provenance import ROOT, Rows, provenance, save, zoo
+from provenance import RESULTS, ROOT, Rows, provenance, save, zoo
 from runs import available, trained
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -54,27 +55,19 @@ from mimicnorm.training.sweep import folder_of, run_all
 
 # -- equal -------------------------------------------------------------------------------------------------------
 
+LARGE = 200e6  # parameters; above, two networks in fp64 with their gradients do not fit into 16 GiB
+
 
 def families() -> list[tuple[str, str]]:
-    """torchvision's classifiers with BatchNorm, and the smallest network with BatchNorm of each module of timm."""
-    models, timm = zoo.torchvision().models, zoo.timm()
-    chosen = {("torchvision", n): size for n in models.list_models(module=models) if (size := width("torchvision", n))}
+    """torchvision's classifiers with BatchNorm; of each module of timm, the one that coverage.py converted fastest."""
+    lines = map(json.loads, (RESULTS / "coverage.jsonl").read_text().splitlines())
+    seconds = {(row["source"], row["name"]): row["seconds"] for row in lines if row.get("outcome") == "converted"}
+    chosen = [key for key in seconds if key[0] == "torchvision"]
+    timm = zoo.timm()
     for module in timm.list_modules():
-        sizes = {name: width("timm", name) for name in timm.list_models(module=module)}
-        smallest = min((n for n, size in sizes.items() if size), key=lambda n: sizes[n], default=None)
-        if smallest is not None:
-            chosen["timm", smallest] = sizes[smallest]
-    return sorted(chosen, key=lambda key: chosen[key])
-
-
-def width(source: str, name: str) -> int:
-    """How many parameters a network has; 0 if it has no BatchNorm or is not built on the meta device."""
-    try:
-        with torch.device("meta"):
-            model = build(source, name)
-    except Exception:
-        return 0
-    return sum(p.numel() for p in model.parameters()) if any(map(is_batch_norm, model.modules())) else 0
+        names = [("timm", name) for name in timm.list_models(module=module) if ("timm", name) in seconds]
+        chosen += [min(names, key=lambda key: seconds[key])] if names else []
+    return sorted(chosen, key=lambda key: seconds[key])
 
 
 def draw(model: nn.Module, x: Tensor) -> None:
@@ -142,7 +135,10 @@ def examine(source: str, name: str) -> dict:
             row[f"fp32 {method.name}"] = difference(model(x), kept(x))
         row["other samples"] = row.get("other samples", False) or sees_others(kept, x)
     row |= {key: kept._mimicnorm.totals()[key] for key in ("batch_norms", "folded", "affines", "left")}  # pyrefly: ignore
+    del kept
     row |= saved(model)
+    if row["parameters"] > LARGE:
+        return row
     model, x = model.double(), x.double()
     kept = copy.deepcopy(model)
     report = mn.convert_(kept, mn.NoNorm(), example=shape, init="keep")
@@ -155,12 +151,12 @@ def saved(model: nn.Module) -> dict:
     """Bytes saved for backward at the network's own input size, over those of the network without norms."""
     config = getattr(model, "default_cfg", None) or {}
     shape = (8, *config.get("input_size", (3, 224, 224)))
-    networks = {
-        "batchnorm": copy.deepcopy(model).train(),
-        "keep": mn.convert(model, mn.NoNorm(), example=shape, init="keep").train(),
-        "nonorm": mn.convert(model, mn.NoNorm(), example=shape, init=None).train(),
+    makers = {
+        "batchnorm": lambda: copy.deepcopy(model),
+        "keep": lambda: mn.convert(model, mn.NoNorm(), example=shape, init="keep"),
+        "nonorm": lambda: mn.convert(model, mn.NoNorm(), example=shape, init=None),
     }
-    measured = {key: memory.measure(network, shape).saved_bytes for key, network in networks.items()}
+    measured = {key: memory.measure(make().train(), shape).saved_bytes for key, make in makers.items()}
     return {f"saved {key}": measured[key] / measured["nonorm"] for key in ("batchnorm", "keep")}
 
 
