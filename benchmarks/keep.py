@@ -31,6 +31,7 @@ from typing import Any
 
 import safetensors.torch
 import torch
+import torch._inductor.config
 from coverage import build, smallest_input
 from provenance import RESULTS, ROOT, Rows, provenance, save, zoo
 from runs import available, trained
@@ -70,8 +71,12 @@ def families() -> list[tuple[str, str]]:
     return sorted(chosen, key=lambda key: seconds[key])
 
 
-def draw(model: nn.Module, x: Tensor) -> None:
-    """Give every BatchNorm a random affine map, and statistics at random around those of a batch."""
+def draw(model: nn.Module, shape: tuple[int, ...]) -> None:
+    """Give every BatchNorm a random affine map, and statistics at random around those of a batch of noise.
+
+    They must fit the network, as trained ones do, or signal and rounding errors grow from layer to layer: variances
+    differ by factors exp(0.3 z + 0.045) from the batch's, and are a tenth of their layer's mean at least.
+    """
     generator = torch.Generator().manual_seed(1)
     norms: list[Any] = [m for m in model.modules() if is_batch_norm(m)]
     with torch.no_grad():
@@ -80,13 +85,12 @@ def draw(model: nn.Module, x: Tensor) -> None:
                 m.weight.uniform_(0.5, 1.5, generator=generator)
                 m.bias.normal_(0, 0.2, generator=generator)
             m.momentum = 1.0
-        model.train()(x)
+        model.train()(torch.randn(16, *shape[1:], generator=generator))
         for m in norms:
             m.momentum = 0.1
-            noise = torch.randn(m.running_mean.shape, generator=generator)
-            m.running_mean += 0.2 * m.running_var.sqrt() * noise
-            m.running_var *= 2 ** torch.randn(m.running_var.shape, generator=generator)
-            m.running_var += 1e-2  # a channel that is constant on the batch
+            m.running_var.clamp_(min=0.1 * float(m.running_var.mean()) + 1e-6)
+            m.running_mean += 0.1 * m.running_var.sqrt() * torch.randn(m.running_mean.shape, generator=generator)
+            m.running_var *= torch.exp(0.3 * torch.randn(m.running_var.shape, generator=generator) + 0.045)
 
 
 def leaves(output: Any) -> list[Tensor]:
@@ -100,8 +104,14 @@ def difference(a: Any, b: Any) -> float:
 
 
 def gradient_difference(model: nn.Module, kept: nn.Module, moved: dict[str, str], x: Tensor) -> float:
-    """The largest relative difference of a parameter's gradient; below 1e-6 of the largest gradient counts as that."""
+    """The largest relative difference of a parameter's gradient; one below 1e-6 of the largest counts as that.
+
+    In training mode with BatchNorms in evaluation mode: some networks cache values in evaluation mode.
+    """
     for network in (model, kept):
+        for m in network.train().modules():
+            m.training &= not is_batch_norm(m)
+        torch.manual_seed(2)  # dropout
         outputs = leaves(network(x))
         generator = torch.Generator().manual_seed(2)
         sum((torch.randn(t.shape, generator=generator).to(t) * t).sum() for t in outputs).backward()  # pyrefly: ignore
@@ -125,38 +135,33 @@ def examine(source: str, name: str) -> dict:
     torch.manual_seed(0)
     model = build(source, name)
     shape = smallest_input(model)
+    draw(model, shape)
     x = torch.randn(shape)
-    draw(model, x)
-    model.eval()
     row: dict[str, Any] = {"shape": list(shape), "parameters": sum(p.numel() for p in model.parameters())}
-    for method in (mn.NoNorm(), mn.MimicNorm()):
-        kept = mn.convert(model, method, example=shape, init="keep").eval()
-        with torch.no_grad():
-            row[f"fp32 {method.name}"] = difference(model(x), kept(x))
+    for method in (mn.MimicNorm(), mn.NoNorm()):
+        kept = copy.deepcopy(model)
+        report = mn.convert_(kept, method, example=shape, init="keep")
         row["other samples"] = row.get("other samples", False) or sees_others(kept, x)
-    row |= {key: kept._mimicnorm.totals()[key] for key in ("batch_norms", "folded", "affines", "left")}  # pyrefly: ignore
-    del kept
-    row |= saved(model)
-    if row["parameters"] > LARGE:
-        return row
-    model, x = model.double(), x.double()
-    kept = copy.deepcopy(model)
-    report = mn.convert_(kept, mn.NoNorm(), example=shape, init="keep")
-    row["fp64"] = difference(model(x), kept.eval()(x))
-    row["gradients"] = gradient_difference(model, kept, report.moved_parameters, x)
+        with torch.no_grad():
+            row[f"fp32 {method.name}"] = difference(model.eval()(x), kept.eval()(x))
+    row |= {key: report.totals()[key] for key in ("batch_norms", "folded", "affines", "left")}
+    row |= saved(model, kept)
+    if row["parameters"] < LARGE:
+        exact, kept, x = copy.deepcopy(model).double(), kept.double(), x.double()
+        with torch.no_grad():
+            row["fp64"] = difference(exact.eval()(x), kept.eval()(x))
+            row["fp32 of the original"] = difference(exact(x), model.eval()(x.float()))  # its own rounding
+        row["gradients"] = gradient_difference(exact, kept, report.moved_parameters, x)
     return row
 
 
-def saved(model: nn.Module) -> dict:
+def saved(model: nn.Module, kept: nn.Module) -> dict:
     """Bytes saved for backward at the network's own input size, over those of the network without norms."""
     config = getattr(model, "default_cfg", None) or {}
     shape = (8, *config.get("input_size", (3, 224, 224)))
-    makers = {
-        "batchnorm": lambda: copy.deepcopy(model),
-        "keep": lambda: mn.convert(model, mn.NoNorm(), example=shape, init="keep"),
-        "nonorm": lambda: mn.convert(model, mn.NoNorm(), example=shape, init=None),
-    }
-    measured = {key: memory.measure(make().train(), shape).saved_bytes for key, make in makers.items()}
+    plain = mn.convert(model, mn.NoNorm(), example=shape, init=None)
+    networks = {"batchnorm": model, "keep": kept, "nonorm": plain}
+    measured = {key: memory.measure(network.train(), shape).saved_bytes for key, network in networks.items()}
     return {f"saved {key}": measured[key] / measured["nonorm"] for key in ("batchnorm", "keep")}
 
 
@@ -290,7 +295,7 @@ def saved_bytes(way: str, batch: int) -> int:
     shape = (1 if parts else batch, 3, 32, 32)
     model = getattr(keep_networks, fields["model"].partition(":")[2])()
     if fields["method"] != "batchnorm":
-        draw(model, torch.randn(8, 3, 32, 32))
+        draw(model, (2, 3, 32, 32))
         model = mn.convert(model, mn.NoNorm(), example=(2, 3, 32, 32), init="keep")
     return memory.measure(model.train(), shape).saved_bytes
 
@@ -302,10 +307,8 @@ SHAPE = (8, 3, 96, 96)
 
 def alternatives() -> None:
     """ResNet-18 on the CPU; the compiled networks are compiled for real."""
-    import torch._inductor.config as inductor
-
     model = zoo.torchvision().models.resnet18()
-    draw(model, torch.randn(SHAPE))
+    draw(model, SHAPE)
     frozen = keep_networks.freeze(copy.deepcopy(model))
     rows = Rows("keep-alternatives", "name", shape=SHAPE, threads=torch.get_num_threads())
     kept = {m.name: mn.convert(model, m, example=SHAPE, init="keep") for m in (mn.NoNorm(), mn.MimicNorm())}
@@ -327,7 +330,7 @@ def alternatives() -> None:
             row["saved_bytes"] = memory.measure(network.train(), SHAPE).saved_bytes
         else:
             torch._dynamo.reset()
-            inductor.efficient_conv_bn_eval_fx_passes = flag
+            torch._inductor.config.efficient_conv_bn_eval_fx_passes = flag
             network.train().compile()
             row["saved_bytes"] = really_saved(network)
         row["seconds"] = seconds(network, model)

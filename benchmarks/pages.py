@@ -22,6 +22,7 @@ PAGES = (
     "docs/compare.md",
     "docs/compress.md",
     "docs/deploy.md",
+    "docs/keep.md",
     "docs/architecture.md",
 )
 MIB, GIB = 2**20, 2**30
@@ -572,6 +573,72 @@ def inference() -> str:
     return f"{prose(text)}\n\n{table('network | batch | eager | onnxruntime | file size', lines)}"
 
 
+# -- docs/keep.md ------------------------------------------------------------------------------------------------
+
+
+def kept_equal() -> str:
+    rows = load("keep-equal")["rows"]
+    done = [r for r in rows if "refused" not in r]
+    exact = [r for r in done if "fp64" in r]
+    after = [r for r in done if not r["affines"]]
+    beside = [r for r in done if r["affines"]]
+    counts = {source: sum(r["source"] == source for r in done) for source in ("torchvision", "timm")}
+    refused = "".join(
+        f" {r['name']} is refused: {r['refused'].splitlines()[-1].strip(' -')}" for r in rows if r not in done
+    )
+    text = prose(
+        f"{counts['torchvision']} classifiers of torchvision and {counts['timm']} networks of timm, one per module, "
+        "with statistics and affine maps drawn at random (`benchmarks/keep.py equal`). No sample sees another in "
+        f"training mode in {sum(not r['other samples'] for r in done)} of {len(done)}. Saved bytes are those at the "
+        "network's own image size and batch 8, over those of the network without norms. "
+        f"{len(done) - len(exact)} of them, too large for fp64 here, compared in fp32 only.{refused}"
+    )
+    lines = [
+        [
+            "output, fp32, relative error",
+            small(max(max(r["fp32 nonorm"], r["fp32 mimicnorm"]) for r in done)),
+            len(done),
+        ],
+        ["output, fp64", small(max(r["fp64"] for r in exact)), len(exact)],
+        ["gradients of W, b, gamma and beta, fp64", small(max(r["gradients"] for r in exact)), len(exact)],
+        ["saved bytes, all BatchNorms in layers", f"{max(r['saved keep'] for r in after):.4f}", len(after)],
+        ["saved bytes, some as affine maps", f"{max(r['saved keep'] for r in beside):.3f}", len(beside)],
+    ]
+    costly = sorted((r for r in beside if r["saved keep"] > 1.005), key=lambda r: -r["saved keep"])
+    named_rows = [[r["name"], r["affines"], f"{r['saved keep']:.3f}", f"{r['saved batchnorm']:.3f}"] for r in costly]
+    costs = table("affine maps that save their inputs | maps | saved, keep | saved, BatchNorm", named_rows)
+    return "\n\n".join([text, table("what | worst | networks", lines), *[costs] * bool(costly)])
+
+
+def kept_tuning() -> str:
+    if not (ROOT / "results/keep-tuning.json").exists():
+        return "The runs are not finished."
+    data = load("keep-tuning")
+    ways = list(dict.fromkeys(r["way"] for r in data["rows"]))
+    cell = {(r["way"], r["batch"]): r for r in data["rows"]}
+    lines = []
+    for way in ways:
+        shown = [f"{statistics.mean(cell[way, b]['top1']):.1%}" if (way, b) in cell else "-" for b in (2, 4, 32)]
+        last = cell.get((way, 32)) or next(r for r in data["rows"] if r["way"] == way)
+        seconds = [s for s in last["seconds"] if s is not None]
+        lines.append(
+            [
+                way,
+                *shown,
+                f"{last['saved_bytes'] / MIB:.1f}",
+                f"{statistics.median(seconds):.0f}" if seconds else "-",
+            ]
+        )
+    return table("way | batch 2 | batch 4 | batch 32 | MiB saved, batch 32 | seconds per epoch, batch 32", lines)
+
+
+def kept_alternatives() -> str:
+    rows = load("keep-alternatives")["rows"]
+    base = rows[0]["saved_bytes"]
+    lines = [[r["name"], f"{r['saved_bytes'] / base:.3f}", f"{r['seconds']:.2f}"] for r in rows]
+    return table("way | saved bytes / BatchNorm | time of a step / BatchNorm", lines)
+
+
 MAKERS: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
@@ -581,6 +648,7 @@ MAKERS: dict[str, Callable[[], str]] = {
         *(coverage, measured, shortfalls),
         *(compared_resnet18, compared_vgg11, start, speed, centring, planning, signal, attention),
         *(folded, quantised, inference),
+        *(kept_equal, kept_tuning, kept_alternatives),
     )
 }
 

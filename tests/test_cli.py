@@ -68,7 +68,7 @@ def test_a_factory_of_the_users_own(capsys, tmp_path, monkeypatch):
         (["theory", "doctor", "resnet10", "--plot", "a.xyz"], "is not an image format"),
         (["theory", "check", "--seed", "9" * 20], "--seed must be at least 0 and below 2^63"),
         (["theory", "figure", "phase", "--seed", "-1"], "--seed must be at least 0"),
-        (["convert", "resnet10", "--init", "None"], "use one of auto, theory, calibrate, none"),
+        (["convert", "resnet10", "--init", "None"], "use one of auto, theory, calibrate, keep, none"),
         (["memory", "resnet10", "--image", "64", "--shape", "2", "3", "32", "32"], "of different sizes: give one"),
         *((words, "the shape is empty") for words in (["convert", "mlp10", "--shape"], ["memory", "mlp10", "--shape"])),
         (["convert", "resnet10", "--image", "32", "--batch", "1"], "use --batch 2 or more"),

@@ -125,7 +125,11 @@ def test_files_that_cannot_be_read(tmp_path):
         network(tiny.recipe(**fine_tuning(tmp_path / "text")), tiny.SOURCES[0])
 
 
-def test_the_command_line(weights, tmp_path, capsys):
-    words = ("--init-from", str(weights), "--init", "keep", "--method", "mimicnorm", "--epochs", "1")
-    assert tiny.command(tmp_path / "run", *words) == 0
+def test_the_command_line_without_a_recipe(weights, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tiny.loop, "load", lambda *_: tiny.SOURCES)
+    words = ["--model", "tiny:net", "--batch", "8", "--epochs", "1", "--out", str(tmp_path / "run")]
+    assert tiny.main(["train", "--init-from", str(weights), "--method", "mimicnorm", *words]) == 0
     assert "done at step 7" in capsys.readouterr().out
+    assert json.loads((tmp_path / "run/recipe.json").read_text())["init"] == "keep"
+    assert tiny.main(["train", *words]) == 2
+    assert "name a recipe" in capsys.readouterr().err

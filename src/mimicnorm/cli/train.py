@@ -20,8 +20,9 @@ from mimicnorm.training.recipes import Recipe, recipe
 class Options:
     """Train one recipe; run the same command again to resume it."""
 
-    recipe: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="RECIPE")]
-    """The recipe, such as cifar100-resnet18, cifar100-resnet18-desk or digits-resnet10; or the recipe.json of a run."""
+    recipe: Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[RECIPE]")] = None
+    """The recipe, such as cifar100-resnet18, cifar100-resnet18-desk or digits-resnet10; or the recipe.json of a run.
+    With --init-from it is fine-tune if not given."""
     out: str | None = None
     """The run's folder; runs/RECIPE-METHOD-seedN if not given."""
     data_dir: Path | None = None
@@ -37,9 +38,13 @@ class Options:
 
     def run(self) -> None:
         """Train or resume; print how it ended."""
-        chosen = recipe(self.recipe, **given_fields(self))
+        fields = given_fields(self)
+        name = self.recipe or ("fine-tune" if "init_from" in fields else None)
+        if name is None:
+            raise RecipeError("name a recipe, such as cifar100-resnet18 (mimicnorm train --help), or give --init-from")
+        chosen = recipe(name, **fields)
         chosen.check_names()
-        out = folder(self.out, f"{Path(self.recipe).stem}-{chosen.method}-seed{chosen.seed}")
+        out = folder(self.out, f"{Path(name).stem}-{chosen.method}-seed{chosen.seed}")
 
         from mimicnorm.training import train
 

@@ -283,6 +283,9 @@ def _all() -> dict[str, Recipe]:
     # The authors train ShuffleNetV2 for 200 epochs; its milestones are not given and stand in proportion here.
     imagenet |= {"epochs": 200, "warmup": 2 / 200, "augment": "light"}
     known["imagenet-shufflenetv2_x0_5"] = Recipe(model="shufflenetv2_x0_5", **imagenet)
+    # Trained weights (--init-from) on images of one's own (--data folder:PATH).
+    tuning: dict[str, Any] = {"init": "keep", "batch": 32, "epochs": 10, "lr": 0.01, "weight_decay": 1e-4}
+    known["fine-tune"] = Recipe(model="resnet18", data="cifar100", warmup=0.1, schedule="cosine", **tuning)
     # 1,797 images of 8 x 8: half a minute.
     digits: dict[str, Any] = {**desk, "data": "digits", "batch": 64, "log_every": 5}
     return known | {f"digits-{name}": Recipe(model=name, **digits) for name in ("resnet10", "mlp10")}

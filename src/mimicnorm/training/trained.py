@@ -32,7 +32,7 @@ def load_trained(model: nn.Module, path: Path, sha256: str, heads: Sequence[str]
     needed = {k: v for k, v in wanted.items() if not any(_is_of(k, head) for head in fresh)}
     problems = [
         *_listed("it lacks", [k for k in needed if k not in known and not k.endswith("num_batches_tracked")]),
-        *_listed("it has besides", [k for k in known if k not in needed]),
+        *_listed("it has besides", sorted(k for k in known if k not in needed)),
         *_listed("of another shape", [k for k in needed if k in known and known[k].shape != needed[k].shape]),
     ]
     if problems:
