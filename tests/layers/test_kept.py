@@ -13,6 +13,7 @@ from torch.nn import Parameter
 from weight_layers import LAYERS, saved_bytes
 
 from mimicnorm.layers import Kept, KeptNorm, TrainedNorm, centre, keep_, recoverable
+from mimicnorm.memory import measure
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
 every_layer = pytest.mark.parametrize("name", LAYERS)
@@ -166,11 +167,11 @@ def test_saved_bytes_on_its_own():
     def saved(before_relu: bool, trains: bool) -> int:
         norm = trained_norm(8, torch.float32)
         norm.gamma.requires_grad_(trains)
-        net = nn.Sequential(KeptNorm(norm, 1, before_relu), nn.ReLU(inplace=True))
-        return saved_bytes(net, net, x)
+        net = nn.Sequential(nn.Conv2d(8, 8, 1), KeptNorm(norm, 1, before_relu), nn.ReLU(inplace=True))
+        return measure(net, x, loss=lambda y: y.sum()).saved_bytes
 
     activation = x.numel() * 4
-    assert saved(False, True) >= 2 * activation  # the input for gamma, the output of the ReLU
+    assert saved(False, True) >= 2 * activation  # the convolution's output for gamma, that of the ReLU
     assert saved(True, True) < 1.01 * activation  # what the ReLU saves says the input, too
     assert saved(False, False) < 1.01 * activation
 
@@ -195,6 +196,14 @@ def test_a_gamma_that_reaches_zero_gets_a_finite_gradient():
     norm.gamma.data.zero_()
     relu_in_place(kept(torch.randn(3, 2, dtype=torch.float64))).sum().backward()
     assert norm.gamma.grad.isfinite().all()
+
+
+def test_another_activation_in_place_is_noticed():
+    x = torch.randn(8, 3, dtype=torch.float64)
+    y = F.silu(KeptNorm(trained_norm(3), before_relu=True)(x), inplace=True)
+    with pytest.raises(RuntimeError, match="something else than a ReLU"):
+        y.sum().backward()
+    F.silu(KeptNorm(trained_norm(3), before_relu=True)(x)).sum().backward()  # out of place: the output is as it was
 
 
 def test_second_derivatives_on_its_own():

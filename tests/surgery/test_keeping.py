@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+import pickle
 
 import nets
 import pytest
 import torch
 import torch.nn.functional as F
+import zoo
 from torch import Tensor, nn
 
 import mimicnorm as mn
@@ -74,7 +76,8 @@ def trained(model: nn.Module) -> nn.Module:
                 if m.weight is not None:
                     m.weight.uniform_(0.5, 1.5, generator=generator)
                     m.bias.normal_(0, 0.3, generator=generator)
-                m.num_batches_tracked.fill_(100)
+                if getattr(m, "num_batches_tracked", None) is not None:
+                    m.num_batches_tracked.fill_(100)
     return model.double().eval()
 
 
@@ -128,7 +131,7 @@ def test_loads_checkpoints_of_the_original_and_its_own(name):
     kept = mn.convert(trained(NETS[name]()), mn.MimicNorm(), example=IMAGES, init="keep").eval()
     kept.load_state_dict(model.state_dict())
     torch.testing.assert_close(first(kept(x)), first(model(x)), rtol=1e-10, atol=1e-10)
-    wrapped = nn.Sequential(copy.deepcopy(kept))
+    wrapped = nn.Sequential(pickle.loads(pickle.dumps(kept)))
     wrapped.load_state_dict({f"0.{k}": v for k, v in model.state_dict().items()})
     own = mn.convert(trained(NETS[name]()), mn.MimicNorm(), example=IMAGES, init="keep").eval()
     own.load_state_dict(kept.state_dict())
@@ -176,6 +179,17 @@ def test_an_affine_map_costs_its_input_unless_gamma_is_frozen():
         if is_batch_norm(m):
             m.weight.requires_grad_(False)
     assert not any("saved for backward" in n for n in mn.plan(model, mn.NoNorm(), example=IMAGES, init="keep").notes)
+
+
+def test_frozen_batch_norms_of_torchvision_are_kept_frozen():
+    model, x = plain(), images()
+    frozen = zoo.torchvision().ops.FrozenBatchNorm2d(8)
+    model[5] = frozen
+    model = trained(model)
+    kept = mn.convert(model, mn.MimicNorm(), example=IMAGES, init="keep").eval()
+    torch.testing.assert_close(kept(x), model(x))
+    assert not kept[4].gamma.requires_grad
+    kept.load_state_dict(model.state_dict())
 
 
 def test_a_layer_that_cannot_take_it_up_leaves_an_affine_map():

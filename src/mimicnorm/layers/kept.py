@@ -164,7 +164,7 @@ class KeptNorm(_HoldsNorm, nn.Module):
         super().__init__()
         self._hold(norm)
         self.channel_dim = channel_dim
-        self.before_relu = before_relu
+        self.before_relu, self.relu_seen = before_relu, False
         self.saves_output = before_relu and recoverable(norm.gamma, norm.beta)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class KeptNorm(_HoldsNorm, nn.Module):
         tensors = (x, self.norm_mean, self.norm_var, self.gamma, self.beta)
         if not torch.is_grad_enabled() or wants_plain_expression() or torch.compiler.is_compiling():
             return F.batch_norm(*tensors, False, 0.0, self.norm_eps)
-        return _ApplyAffine.apply(*tensors, self.norm_eps, self.saves_output)
+        return _ApplyAffine.apply(*tensors, self)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
@@ -206,10 +206,13 @@ class _ApplyAffine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, mean: Tensor, var: Tensor, gamma: Tensor | None, beta: Tensor | None, *how: Any
+        ctx: Any, x: Tensor, mean: Tensor, var: Tensor, gamma: Tensor | None, beta: Tensor | None, module: Any
     ) -> Tensor:
-        ctx.eps, ctx.saves_output = how
+        ctx.eps, ctx.module = module.norm_eps, module
+        ctx.saves_output = module.saves_output and ctx.needs_input_grad[3]
         y = F.batch_norm(x, mean, var, gamma, beta, False, 0.0, ctx.eps)
+        if ctx.saves_output:
+            ctx.alias = y.detach()  # its version tells whether somebody wrote into the output
         saved = None if not ctx.needs_input_grad[3] else y.data if ctx.saves_output else x
         ctx.save_for_backward(saved, mean, var, gamma, beta)
         return y
@@ -218,11 +221,18 @@ class _ApplyAffine(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyrefly: ignore[bad-override]
         saved, mean, var, gamma, beta = ctx.saved_tensors
         needs_x, _, _, needs_gamma, needs_beta, *_ = ctx.needs_input_grad
-        if needs_gamma and ctx.saves_output and torch.is_grad_enabled():
+        if ctx.saves_output and torch.is_grad_enabled():
             raise RuntimeError(
                 "second derivatives need the input of a kept BatchNorm, which is not saved: set saves_output = False "
                 "on each mimicnorm.layers.KeptNorm"
             )
+        if ctx.saves_output and not ctx.module.relu_seen and type(saved) is Tensor:  # once: it makes a GPU wait
+            if ctx.alias._version > 0 and bool((saved < 0).any()):
+                raise RuntimeError(
+                    "something else than a ReLU wrote into the output of a kept BatchNorm, from which the gradient of "
+                    "gamma is taken: set saves_output = False on that mimicnorm.layers.KeptNorm"
+                )
+            ctx.module.relu_seen = True
         shape = [1, -1] + [1] * (grad.dim() - 2)
         dims = [d for d in range(grad.dim()) if d != 1]
         grad_x = grad_gamma = grad_beta = None
@@ -239,7 +249,7 @@ class _ApplyAffine(torch.autograd.Function):
                 factor = 1 / torch.where(gamma == 0, 1, widened(gamma))
             away = saved - widened(middle).reshape(shape)
             grad_gamma = ((away * grad).sum(dims) * factor).to(gamma.dtype)
-        return grad_x, None, None, grad_gamma, grad_beta, None, None
+        return grad_x, None, None, grad_gamma, grad_beta, None
 
 
 # -- the original's checkpoints ----------------------------------------------------------------------------------
