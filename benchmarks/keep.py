@@ -278,9 +278,7 @@ def summarise() -> None:
         row["diverged"] += run["status"] == "diverged"
         row["lr"] = run["recipe"]["lr"]
         row["top1"].append(top1(run))
-        row.setdefault("seconds", []).append(
-            statistics.median(h["seconds"] for h in run["history"]) if top1(run) else None
-        )
+        row.setdefault("seconds", []).extend(h["seconds"] for h in run["history"])
         row["saved_bytes"] = saved_bytes(way, batch)
     search = [
         {"way": w, "batch": b, "rate": r, "status": run["status"], "top1": top1(run)}

@@ -620,13 +620,12 @@ def kept_tuning() -> str:
     for way in ways:
         shown = [f"{statistics.mean(cell[way, b]['top1']):.1%}" if (way, b) in cell else "-" for b in (2, 4, 32)]
         last = cell.get((way, 32)) or next(r for r in data["rows"] if r["way"] == way)
-        seconds = [s for s in last["seconds"] if s is not None]
         lines.append(
             [
                 way,
                 *shown,
                 f"{last['saved_bytes'] / MIB:.1f}",
-                f"{statistics.median(seconds):.0f}" if seconds else "-",
+                f"{statistics.median(last['seconds']):.0f}" if last["seconds"] else "-",
             ]
         )
     return table("way | batch 2 | batch 4 | batch 32 | MiB saved, batch 32 | seconds per epoch, batch 32", lines)

@@ -179,6 +179,12 @@ class KeptNorm(_HoldsNorm, nn.Module):
             return F.batch_norm(*tensors, False, 0.0, self.norm_eps)
         return _ApplyAffine.apply(*tensors, self)
 
+    def scale_and_shift(self) -> tuple[Tensor, Tensor]:
+        """Return the map as ``scale * x + shift``, one number each per channel."""
+        assert self.norm_mean is not None
+        assert self.norm_var is not None
+        return _scale_and_shift(self.gamma, self.beta, None, self.norm_mean, self.norm_var, self.norm_eps)
+
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         self.saves_output = self.before_relu and recoverable(self.gamma, self.beta)
