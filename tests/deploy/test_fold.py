@@ -71,6 +71,34 @@ def test_output_of_every_method_as_in_eval_mode(name, method):
     folds_to_the_same(converted, torch.randn(5, *shape[1:]))
 
 
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("method", [mn.MimicNorm(min_fan_in=3), mn.NoNorm()], ids=lambda m: m.name)
+def test_kept_networks(name, method):
+    make, shape = SMALL[name]
+    model = make()
+    for m in model.modules():
+        if isinstance(m, nn.modules.batchnorm._BatchNorm):
+            nn.init.uniform_(m.weight, 0.5, 1.5), nn.init.normal_(m.bias)
+            m.running_mean.normal_(), m.running_var.uniform_(0.5, 2.0), m.num_batches_tracked.fill_(100)
+    x = torch.randn(5, *shape[1:])
+    expected = outputs(model.eval(), x)
+    mn.convert_(model, method, example=shape, init="keep")
+    folded = folds_to_the_same(model, x)
+    for got, wanted in zip(outputs(folded, x), expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4)
+    if name == "preact":  # its hook on state dicts and its affine maps are gone, too
+        folded.load_state_dict(folded.state_dict())
+        assert not any(
+            isinstance(getattr(h, "hook", h), mn.layers.OriginalKeys)
+            for h in folded._load_state_dict_pre_hooks.values()
+        )
+
+
+def test_weights_centred_in_the_backward_pass():
+    model = stirred(nets.resnet(), mn.MimicNorm(min_fan_in=3, centre="backward"), (3, 3, 8, 8))
+    folds_to_the_same(model, torch.randn(5, 3, 8, 8))
+
+
 @pytest.mark.parametrize("spec", ZOO)
 @pytest.mark.parametrize("method", [METHODS[0], METHODS[4]], ids=lambda m: m.name)
 def test_networks_that_nobody_here_wrote(spec, method):

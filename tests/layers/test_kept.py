@@ -155,7 +155,7 @@ def test_on_its_own(shape, train_gamma, before_relu):
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
     kept = KeptNorm(norm, dim, before_relu)
     expected, y = F.relu(batch_norm(x, norm, dim)), relu_in_place(kept(x))
-    scale, shift = kept.scale_and_shift()
+    scale, shift = kept.as_affine()
     torch.testing.assert_close((x.movedim(dim, -1) * scale + shift).movedim(-1, dim).relu(), expected)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     wanted = [p for p in (x, norm.gamma, norm.beta) if p.requires_grad]

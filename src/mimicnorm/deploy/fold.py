@@ -21,7 +21,7 @@ from mimicnorm.deploy import affine as fold_affine
 from mimicnorm.deploy.affine import Affine
 from mimicnorm.deploy.place import Calls, Place, calls_of, find_place, is_unpadded, own_class
 from mimicnorm.errors import DeployError
-from mimicnorm.layers import Derived, GroupNorm, LastNorm, LastNormed, Remains, Reweighted
+from mimicnorm.layers import Derived, GroupNorm, LastNorm, LastNormed, OriginalKeys, Remains, Reweighted
 from mimicnorm.layers.derive import derived_class
 from mimicnorm.surgery.example import call_arguments, tensors_in
 from mimicnorm.surgery.graph import Graph
@@ -194,7 +194,9 @@ class _Folding:
         fold_affine.set_(layer, weight, bias)
         for parameter in added:
             layer._parameters.pop(parameter, None)
-        for constant in ("standardisation", "scales_output", "scales_bias", "centring"):
+        for statistic in ("norm_mean", "norm_var"):
+            layer._buffers.pop(statistic, None)
+        for constant in ("standardisation", "scales_output", "scales_bias", "centring", "norm_eps"):
             layer.__dict__.pop(constant, None)
         if not first.is_identity and is_unpadded(layer):
             fold_affine.before(layer, first)
@@ -270,6 +272,9 @@ class _Folding:
     def _finish(self, name: str, module: Any) -> None:
         """Leave no class and no attribute of this package."""
         module.__dict__.pop("_mimicnorm", None)
+        for key, hook in list(module._load_state_dict_pre_hooks.items()):
+            if isinstance(getattr(hook, "hook", hook), OriginalKeys):
+                del module._load_state_dict_pre_hooks[key]
         if type(module) is Remains:
             module.__class__ = nn.Sequential  # pyrefly: ignore
         elif type(module) is GroupNorm and module.channel_dim == 1:

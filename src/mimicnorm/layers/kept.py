@@ -179,8 +179,8 @@ class KeptNorm(_HoldsNorm, nn.Module):
             return F.batch_norm(*tensors, False, 0.0, self.norm_eps)
         return _ApplyAffine.apply(*tensors, self)
 
-    def scale_and_shift(self) -> tuple[Tensor, Tensor]:
-        """Return the map as ``scale * x + shift``, one number each per channel."""
+    def as_affine(self) -> tuple[Tensor, Tensor]:
+        """What it does: as ``Shift.as_affine``."""
         assert self.norm_mean is not None
         assert self.norm_var is not None
         return _scale_and_shift(self.gamma, self.beta, None, self.norm_mean, self.norm_var, self.norm_eps)

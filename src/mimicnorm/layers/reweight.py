@@ -119,11 +119,6 @@ class Reweighted(Derived):
         """See ``weight.by_output``."""
         return self.groups if getattr(self, "transposed", False) else None  # pyrefly: ignore
 
-    def effective_bias(self) -> Tensor | None:
-        """What the layer adds to its output."""
-        scale = self.bias_scale()
-        return self.bias if self.bias is None or scale is None else self.bias * scale
-
     def extra_repr(self) -> str:
         """Say what becomes of the weight, and which parameters that adds."""
         marks = [name for name in self.added_parameters if getattr(self, name) is not None]
