@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from mimicnorm import models
 from mimicnorm.compare.intervals import median
-from mimicnorm.compare.timing import interleaved
+from mimicnorm.compare.timing import LEAST_ROUNDS, interleaved
 from mimicnorm.layers import weight, weight_mean
 from mimicnorm.methods import BatchNorm, Method, MimicNorm, NoNorm
 from mimicnorm.surgery.convert import convert_
@@ -103,9 +103,9 @@ def step_of(model: nn.Module, cell: str) -> Callable[[], None]:
 def times(cell: str, rounds: int, only: tuple[str, ...] = ()) -> dict[str, Any]:
     name, batch, pixels, _ = parsed(cell)
     made = {n: make for n, make in networks(name, pixels).items() if not only or n in only}
-    if not only and batch * pixels > 8 * 224:  # steps of seconds
-        made = {n: make for n, make in made.items() if n in METHODS}
-    rounds = 5 * rounds if name == "digits" else rounds
+    if batch * pixels**2 > 8 * 224**2:  # steps of seconds
+        made, rounds = {n: make for n, make in made.items() if n in METHODS}, max(LEAST_ROUNDS, rounds // 2)
+    rounds = 10 * rounds if name == "digits" else rounds
     seconds = interleaved({n: step_of(make(), cell) for n, make in made.items()}, rounds=rounds, budget=float("inf"))
 
     def ratio(over: str, under: str) -> dict[str, float]:
@@ -119,7 +119,7 @@ def times(cell: str, rounds: int, only: tuple[str, ...] = ()) -> dict[str, Any]:
     }
 
 
-def share(cell: str, method: str, steps: int = 6) -> dict[str, float]:
+def share(cell: str, method: str, steps: int = 4) -> dict[str, float]:
     """Return the share of centring in each of several profiled steps: median with its interval."""
     name, _, pixels, _ = parsed(cell)
     step = step_of(networks(name, pixels)[method](), cell)
