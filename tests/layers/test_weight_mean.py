@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from weight_layers import LAYERS, parameter, saved_bytes
 
 import mimicnorm as mn
-from mimicnorm.layers import OFF_CENTRE, WeightMean, centre_
+from mimicnorm.layers import OFF_CENTRE, WeightMean, centre_, weight_mean
 
 every_layer = pytest.mark.parametrize("name", LAYERS)
 both_ends = pytest.mark.parametrize("scaled", [False, True])
@@ -41,8 +41,10 @@ def gradients(layer: nn.Module, x: torch.Tensor, create_graph: bool = False) -> 
 
 @every_layer
 @both_ends
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel")
-def test_output_and_gradients_of_the_layer_that_centres_forward(name, scaled):
+def test_output_and_gradients_of_the_layer_that_centres_forward(name, scaled, large, monkeypatch):
+    monkeypatch.setattr(weight_mean, "LARGE", 0 if large else weight_mean.LARGE)
     forward, backward, x = pair(name, scaled)
     torch.testing.assert_close(backward(x), forward(x))
     torch.testing.assert_close(gradients(backward, x), gradients(forward, x))
@@ -72,7 +74,9 @@ def test_a_scalars_gradient_sees_the_means_that_the_weight_has():
 
 
 @both_ends
-def test_second_derivatives(scaled):
+@pytest.mark.parametrize("large", [False, True])
+def test_second_derivatives(scaled, large, monkeypatch):
+    monkeypatch.setattr(weight_mean, "LARGE", 0 if large else weight_mean.LARGE)
     layers = pair("conv2d", scaled)
     hessians = []
     for layer in layers[:2]:
@@ -125,8 +129,9 @@ def test_copies_pickles_and_assigned_weights_centre_their_gradients(tmp_path):
 
 
 @both_ends
-def test_saves_what_a_plain_layer_saves(scaled):
-    plain, x = nn.Conv2d(8, 8, 3), torch.randn(2, 8, 6, 6, requires_grad=True)
+@pytest.mark.parametrize("channels", [8, 96])
+def test_saves_what_a_plain_layer_saves(scaled, channels):
+    plain, x = nn.Conv2d(channels, channels, 3), torch.randn(2, channels, 6, 6, requires_grad=True)
     layer = centre_(copy.deepcopy(plain), nn.Parameter(torch.ones(1)) if scaled else None, "backward")
     assert saved_bytes(layer, layer, x) == saved_bytes(plain, plain, x)
 

@@ -46,7 +46,7 @@ def test_a_method_that_the_network_cannot_take_is_a_line_with_its_reason():
     assert json.loads(json.dumps(result.as_dict()))["refused"] == result.refused
     for network, methods, reason in (
         (small(), ["batchnorm", "fixup"], "residual branches"),
-        (nn.Sequential(nn.Linear(3072, 4)), ["batchnorm", "mimicnorm"], "no BatchNorm"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(3072, 4)), ["batchnorm", "mimicnorm"], "no BatchNorm"),
     ):
         with pytest.raises(RefusedError, match=reason):  # there is nothing to compare
             compare(network, (4, 3, 32, 32), methods)

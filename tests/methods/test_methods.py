@@ -54,7 +54,7 @@ def test_branch_scale():
 
 def test_the_papers_settings_do_not_follow_the_defaults():
     assert dataclasses.asdict(MimicNorm.paper()) == {
-        "residual": "sqrt", "min_fan_in": 50, "last_norm": True, "logit_scale": False
+        "residual": "sqrt", "min_fan_in": 50, "last_norm": True, "logit_scale": False, "centre": "forward"
     }  # fmt: skip
 
 

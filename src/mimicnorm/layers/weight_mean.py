@@ -22,18 +22,24 @@ from mimicnorm.layers.weight import Centring, by_output, centre_rows, wants_plai
 OFF_CENTRE = 1e-3
 """Rows up to this far off centre (see ``off_centre``) count as centred: rounding moves them by 1e-5 in a long run."""
 
+LARGE = 2**16
+"""The autograd function centres gradients of more elements than this. It owns them and writes in place, where a hook has
+to make a new tensor; with fewer elements, a hook takes less time than the function."""
+
 
 class GradientCentred(Reweighted):
-    """A layer that may apply W as it is and let a hook centre its gradient."""
+    """A layer that may apply W as it is and have its gradient centred, by a hook if W is small."""
 
     def own_weight(self) -> Tensor | None:
         """Return W if it is applied as it is; then a hook on it centres its gradient."""
         if self.centring == "forward" or self.residual_scale is not None:
             return None
         weight = self.weight
-        if weight.requires_grad and torch.is_grad_enabled():
+        if self.centring == "backward" and weight.requires_grad and torch.is_grad_enabled():
             # A computed weight (parametrization, functional_call) may be another tensor at the next access.
-            if not weight.is_leaf or torch.compiler.is_compiling() or wants_plain_expression():
+            if weight.numel() > LARGE or not weight.is_leaf:
+                return None
+            if torch.compiler.is_compiling() or wants_plain_expression():
                 return None
             _centre_gradient_of(weight, self.weight_groups)
         return weight

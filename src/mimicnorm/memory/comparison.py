@@ -176,7 +176,7 @@ def _first_reason(error: RefusedError) -> str:
 
 def _by_unique_name(methods: Method | str | Iterable[Method | str]) -> dict[str, Method]:
     several = isinstance(methods, Iterable) and not isinstance(methods, str)
-    chosen = [as_method(m) for m in (methods if several else [methods])]  # pyrefly: ignore
+    chosen = [as_method(m).resolved(trained=False) for m in (methods if several else [methods])]  # pyrefly: ignore
     if not chosen:
         raise MemoryPredictionError('there is no method to compare: give at least one, such as "batchnorm"')
     named = {_name_among(method, chosen): method for method in chosen}
