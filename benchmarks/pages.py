@@ -357,6 +357,8 @@ def centring() -> str:
 
 
 def planning() -> str:
+    if not (ROOT / "results" / "planning.json").exists():
+        return "Not measured yet: `python benchmarks/planning.py`."
     rows = load("planning")["rows"]
     cells = [(f"`{r['model']}`", str(r["batch_norms"]), f"{r['before']:.1f}", f"{r['now']:.1f}") for r in rows]
     return table("network | BatchNorms | before, s | now, s", cells)

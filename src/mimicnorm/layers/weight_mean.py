@@ -23,8 +23,8 @@ OFF_CENTRE = 1e-3
 """Rows up to this far off centre (see ``off_centre``) count as centred: rounding moves them by 1e-5 in a long run."""
 
 LARGE = 2**16
-"""The autograd function centres gradients of more elements than this. It owns them and writes in place, where a hook has
-to make a new tensor; with fewer elements, a hook takes less time than the function."""
+"""The autograd function centres gradients of more elements than this. It owns them and writes in place, where a hook
+has to make a new tensor; with fewer elements, a hook takes less time than the function."""
 
 
 class GradientCentred(Reweighted):
