@@ -300,12 +300,12 @@ def saved_bytes(way: str, batch: int) -> int:
 
 # -- alternatives ------------------------------------------------------------------------------------------------
 
-SHAPE = (8, 3, 96, 96)
+SHAPE = (32, 3, 32, 32)
 
 
 def alternatives() -> None:
-    """ResNet-18 on the CPU; the compiled networks are compiled for real."""
-    model = zoo.torchvision().models.resnet18()
+    """The narrow ResNet-18 on the CPU; the compiled networks are compiled for real."""
+    model = keep_networks.batchnorm()
     draw(model, SHAPE)
     frozen = keep_networks.freeze(copy.deepcopy(model))
     rows = Rows("keep-alternatives", "name", shape=SHAPE, threads=torch.get_num_threads())
@@ -314,6 +314,7 @@ def alternatives() -> None:
         "BatchNorm": (model, None),
         "frozen BatchNorm": (frozen, None),
         "frozen BatchNorm, checkpointed blocks": (checkpointed(copy.deepcopy(frozen)), None),
+        "no norm": (mn.convert(model, mn.NoNorm(), example=SHAPE, init=None), None),
         "keep": (kept["nonorm"], None),
         "keep, centred": (kept["mimicnorm"], None),
         "frozen BatchNorm, compiled": (copy.deepcopy(frozen), False),
