@@ -74,8 +74,8 @@ def families() -> list[tuple[str, str]]:
 def draw(model: nn.Module, shape: tuple[int, ...]) -> None:
     """Give every BatchNorm a random affine map, and statistics at random around those of a batch of noise.
 
-    They must fit the network, as trained ones do, or rounding errors grow from layer to layer: gammas are small, variances
-    differ by factors exp(0.3 z + 0.045) from the batch's, and are a tenth of their layer's mean at least.
+    They must fit the network, as trained ones do, or rounding errors grow from layer to layer: gammas are small,
+    variances differ by factors exp(0.3 z + 0.045) from the batch's, and are a tenth of their layer's mean at least.
     """
     generator = torch.Generator().manual_seed(1)
     norms: list[Any] = [m for m in model.modules() if is_batch_norm(m)]
