@@ -211,7 +211,8 @@ class _ApplyMap(torch.autograd.Function):
             grads = torch.autograd.grad(made, wanted, grad_made.to(made.dtype), create_graph=True)
             grad_weight, grad_scale = grads[0], grads[-1]
         elif grad_made is not None:
-            grad_weight, grad_scale = _made_backward(grad_made, weight, scale, op.weight_groups, ctx.centring)
+            scratch = None if made is weight or made.dtype != widened(weight).dtype else made
+            grad_weight, grad_scale = _made_backward(grad_made, weight, scale, op.weight_groups, ctx.centring, scratch)
         if grad_bias is not None:
             grad_bias = grad_bias.to(ctx.bias_dtype)
         grad_weight = grad_weight if needs_weight else None
@@ -219,15 +220,21 @@ class _ApplyMap(torch.autograd.Function):
 
 
 def _made_backward(
-    grad: Tensor, weight: Tensor, scale: Tensor | None, groups: int | None, centring: Centring
+    grad: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    groups: int | None,
+    centring: Centring,
+    scratch: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the gradients of weight and scale from that of the made weight, which is overwritten."""
+    """Compute the gradients of weight and scale from that of the made weight, which is overwritten, as is scratch."""
     rows, dims = by_output(grad.to(widened(weight).dtype), groups)
     if centring == "forward":
         _centre_(rows, dims)
     grad_scale = None
     if scale is not None:  # <dL/dW_made, W>: where the gradient is centred, W need not be
-        grad_scale = _inner(rows, by_output(widened(weight), groups)[0], dims, scale)
+        room = None if scratch is None else by_output(scratch, groups)[0]
+        grad_scale = _inner(rows, by_output(widened(weight), groups)[0], dims, scale, room)
         rows.mul_(_along(scale, rows, dims))
     if centring == "backward":  # after the scale's: W has kept its means
         _centre_(rows, dims)
@@ -239,10 +246,10 @@ def _centre_(rows: Tensor, dims: tuple[int, ...]) -> None:
     rows.sub_(sums, alpha=sums.numel() / rows.numel())
 
 
-def _inner(grad: Tensor, weight: Tensor, dims: tuple[int, ...], scale: Tensor) -> Tensor:
+def _inner(grad: Tensor, weight: Tensor, dims: tuple[int, ...], scale: Tensor, scratch: Tensor | None) -> Tensor:
     """The scale's gradient, one number or one per output channel."""
     if scale.numel() > 1:
-        inner = (grad * weight).sum(dims)
+        inner = torch.mul(grad, weight, out=scratch).sum(dims)  # large new tensors cost time on a CPU
     else:
         if grad.stride() == weight.stride():  # in the order of memory: to flatten channels-last kernels copies them
             grad, weight = _in_memory_order(grad), _in_memory_order(weight)
