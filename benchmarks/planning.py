@@ -1,7 +1,7 @@
 """Processor seconds to plan ResNet-50 and ten of timm's networks with the most BatchNorms, now and at another commit.
 
-    git worktree add /tmp/before COMMIT
-    python benchmarks/planning.py --before /tmp/before [--rounds 3]
+    git worktree add ../before COMMIT
+    python benchmarks/planning.py --before ../before [--rounds 3]
 
 Each plan is a process of its own, in turns with the other commit's; the network is built on the meta device where that
 is possible. Writes ``results/planning.json``.

