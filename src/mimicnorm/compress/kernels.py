@@ -18,7 +18,7 @@ from torch import Tensor
 GROUP = 256
 """Numbers that share a scale."""
 ABOVE, BETWEEN, SIGNED = range(3)
-COMPILED_FROM = 2**18
+COMPILED_FROM = 2**15
 """Numbers from which on a compiled kernel is worth its start."""
 _EAGER_ROWS = 256  # 64 Ki numbers: a piece and its intermediates fit a processor's cache
 _COMPILED_ROWS = 2**22  # 2^30 numbers: an index fits 32 bits
