@@ -1,12 +1,12 @@
 """Activations saved in few bits: bytes, exactness, time, accuracy; one JSON file in ``results/`` per part.
 
-    python benchmarks/compress.py [bytes] [exactness] [time] [accuracy] [--data-dir FOLDER] [--jobs 1] [--limit 20000]
+    python benchmarks/compress.py [bytes] [exactness] [time] [accuracy] [--data-dir FOLDER] [--jobs 1]
 
 bytes      saved for backward and peak of a step, with BatchNorm and with MimicNorm, and the largest batch in 16 GiB:
            predicted on fake tensors
 exactness  bias gradients that are bit-equal to those of full precision, the cosine of all gradients, residual scalars
 time       a training step, methods and widths in turns
-accuracy   CIFAR-100, a narrow ResNet-18, ten epochs, three seeds: runs of ``mimicnorm train`` under runs/compress
+accuracy   CIFAR-100, a narrow ResNet-18, ten epochs, three seeds: runs of ``mimicnorm train``, cached in results/runs
 
 Each part goes on where it was interrupted.
 """
@@ -16,10 +16,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from provenance import ROOT, Rows, provenance, save, zoo
+from provenance import Rows, provenance, save, zoo
+from runs import SHORT, short, trained
 from torch import nn
 from torch.nn import functional as F
 
@@ -29,8 +29,6 @@ from mimicnorm.compare.timing import interleaved
 from mimicnorm.compress import kernels, saved_activations
 from mimicnorm.methods import METHODS
 from mimicnorm.surgery.convert import convert_
-from mimicnorm.training import recipe
-from mimicnorm.training.sweep import run_all
 
 NETWORKS = ("resnet50", "resnet18", "vgg16_bn", "mobilenet_v2", "densenet121", "shufflenet_v2_x0_5")
 SEVERAL = ("batchnorm", "mimicnorm")
@@ -160,24 +158,20 @@ def step_of(name: str, way: str, batch: int, pixels: int) -> Callable[[], None]:
 
 
 def accuracy(options: argparse.Namespace) -> None:
-    changes = {"epochs": 10, "warmup": 0.2, "milestones": (0.5, 0.7, 0.9), "limit": options.limit}
+    cells = [(seed, method, bits) for seed in SEEDS for method in SEVERAL for bits in (0, 8, 4, 2)]
     recipes = {
-        f"{method} {bits or 32} seed {seed}": recipe(
-            "cifar100-resnet18-desk", method=method, activation_bits=bits, seed=seed, **changes
-        )
-        for seed in SEEDS
-        for method in SEVERAL
-        for bits in (0, 8, 4, 2)
+        f"{method} {bits or 32} bits seed {seed}": short(method, seed, activation_bits=bits)
+        for seed, method, bits in cells
     }
     torch.set_num_threads(options.threads)
-    found: dict[tuple[str, int], list[float | None]] = {}
-    with contextlib.closing(run_all(recipes, options.runs, options.jobs, data_dir=options.data_dir)) as sweep:
-        for label, result in sweep:
-            method, bits, *_ = label.split()
-            found.setdefault((method, int(bits)), []).append(result.top1)
-            about = provenance(recipe="cifar100-resnet18-desk", seeds=len(SEEDS), **changes)
-            cells = [{"method": m, "bits": b, "accuracy": tops} for (m, b), tops in sorted(found.items())]
-            save("compress-accuracy", {**about, "rows": cells})
+    runs = trained(recipes, options.data_dir, options.jobs)
+    rows: dict[tuple[str, int], dict] = {}
+    for (_, method, bits), run in zip(cells, map(runs.get, recipes), strict=True):
+        row = rows.setdefault((method, bits), {"method": method, "bits": bits or 32, "accuracy": [], "diverged": 0})
+        if run is not None:
+            row["accuracy"].append(run["history"][-1]["top1"] if run["status"] == "done" else None)
+            row["diverged"] += run["status"] == "diverged"
+    save("compress-accuracy", {**provenance(recipe="cifar100-resnet18-desk", **SHORT), "rows": list(rows.values())})
 
 
 PARTS = {"bytes": bytes_, "exactness": exactness, "time": time, "accuracy": accuracy}
@@ -188,9 +182,7 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=1)
-    parser.add_argument("--limit", type=int, default=20_000)
-    parser.add_argument("--data-dir", type=Path)
-    parser.add_argument("--runs", type=Path, default=ROOT / "runs" / "compress")
+    parser.add_argument("--data-dir")
     chosen = parser.parse_args()
     for part in chosen.parts or ("bytes", "exactness"):
         PARTS[part](chosen)

@@ -1,15 +1,15 @@
 """Folded networks: equal to eval mode, the speed of fused BatchNorm, and int8; ``results/deploy-*.json``.
 
     python benchmarks/deploy.py equal [--only timm:levit_128s]
-    python benchmarks/deploy.py int8 digits [--seeds 3]
-    python benchmarks/deploy.py int8 cifar100 [--seeds 1] [--epochs 12] [--data-dir FOLDER]
+    python benchmarks/deploy.py int8 digits [--seeds 3] [--jobs 1]
+    python benchmarks/deploy.py int8 cifar100 [--seeds 1] [--jobs 1] [--data-dir FOLDER]
     python benchmarks/deploy.py time [--rounds 30] [--threads 1]
 
 ``equal`` converts a network of each family, gives its biases, scalars and statistics random values, folds it and
 compares the outputs in single and double precision, beside the rounding of the converted network itself (its single
 against its double precision). MimicNorm on all, every method on some.
 
-``int8`` trains with BatchNorm and with MimicNorm by the library's own recipes (in ``runs/deploy``, resumed if it was
+``int8`` trains with BatchNorm and with MimicNorm by the library's own recipes (in ``runs``, resumed if it was
 interrupted), folds one and lets PyTorch fuse the other, and quantises both alike, calibrated on 512 training images.
 
 ``time`` runs the folded network and PyTorch's fusion of the BatchNorm one in turns, eager and in onnxruntime, and gives
@@ -35,6 +35,7 @@ from typing import Any
 import torch
 from coverage import smallest_input
 from provenance import ROOT, Rows, zoo
+from runs import RUNS, short
 
 sys.path.insert(0, str(ROOT / "tests" / "deploy"))
 
@@ -50,7 +51,10 @@ from mimicnorm.errors import MimicNormError, RefusedError
 from mimicnorm.methods import METHODS, ScaledWS
 from mimicnorm.surgery.convert import convert
 from mimicnorm.surgery.example import tensors_in
-from mimicnorm.training import finished, recipe, train
+from mimicnorm.training import finished, recipe, run_all
+from mimicnorm.training.recipes import Recipe
+from mimicnorm.training.state import Result
+from mimicnorm.training.sweep import folder_of
 
 EVERY_METHOD = (
     *("torchvision:resnet18", "torchvision:vgg11_bn", "torchvision:shufflenet_v2_x0_5", "torchvision:densenet121"),
@@ -125,23 +129,32 @@ def _summary(rows: list[dict]) -> dict[str, Any]:
 
 
 def int8(asked: argparse.Namespace) -> None:
-    rows = Rows(f"deploy-int8-{asked.data}", "network", "method", "seed", epochs=asked.epochs)
-    for network in NETWORKS[asked.data]:
-        for seed in range(asked.seeds):
-            for method in ("batchnorm", "mimicnorm"):
-                if (network, method, seed) not in rows:
-                    row = {"network": network, "method": method, "seed": seed}
-                    rows.add({**row, **_int8(asked, network, method, seed)})
+    cells = [
+        (network, method, seed)
+        for network in NETWORKS[asked.data]
+        for seed in range(asked.seeds)
+        for method in ("batchnorm", "mimicnorm")
+    ]
+    recipes = {f"{asked.data} {' '.join(map(str, cell))}": _recipe(asked.data, *cell) for cell in cells}
+    epochs = {r.epochs for r in recipes.values()}
+    rows = Rows(f"deploy-int8-{asked.data}", "network", "method", "seed", epochs=epochs.pop())
+    results = dict(run_all(recipes, RUNS, asked.jobs, data_dir=asked.data_dir))
+    for cell, (label, chosen) in zip(cells, recipes.items(), strict=True):
+        if cell not in rows:
+            row = dict(zip(("network", "method", "seed"), cell, strict=True))
+            rows.add({**row, **_int8(results[label], folder_of(label, chosen, RUNS), asked.data_dir)})
 
 
-def _int8(asked: argparse.Namespace, network: str, method: str, seed: int) -> dict[str, Any]:
-    base = "digits-resnet10" if asked.data == "digits" else "cifar100-resnet18-desk"
-    chosen = recipe(base, model=network, method=method, seed=seed, epochs=asked.epochs)
-    out = ROOT / "runs" / "deploy" / f"{asked.data}-{network}-{method}-{asked.epochs}-seed{seed}"
-    result = train(chosen, out, data_dir=asked.data_dir)
-    run = finished(out, data_dir=asked.data_dir)
+def _recipe(data: str, network: str, method: str, seed: int) -> Recipe:
+    if data == "digits":
+        return recipe("digits-resnet10", model=network, method=method, seed=seed)
+    return short(method, seed, model=network)
+
+
+def _int8(result: Result, folder: Path, data_dir: str | None) -> dict[str, Any]:
+    run = finished(folder, data_dir=data_dir)
     example = (2, *run.train_set.shape)
-    plain = fuse(run.model) if method == "batchnorm" else fold(run.model, example=example)
+    plain = fuse(run.model) if run.recipe.method == "batchnorm" else fold(run.model, example=example)
     row: dict[str, Any] = {"top1_torch": result.top1, "top1": {}, "bytes": {}}
     row["last_norm_variance"] = result.history[-1].get("last_norm_variance")
     with tempfile.TemporaryDirectory() as folder:
@@ -210,7 +223,7 @@ def main() -> None:
     two = parts.add_parser("int8")
     two.add_argument("data", choices=NETWORKS)
     two.add_argument("--seeds", type=int, default=3)
-    two.add_argument("--epochs", type=int, default=12)
+    two.add_argument("--jobs", type=int, default=1)
     two.add_argument("--data-dir")
     two.set_defaults(run=int8)
     three = parts.add_parser("time")

@@ -200,7 +200,7 @@ def smoke() -> None:
     """Shorten everything to a minute or two, with results in ``runs/smoke``."""
     SMOKE.update({"limit": 256, "epochs": 1, "test_limit": 64})
     globals().update(BATCHES=(32,), RATES=(0.03,), SEEDS=(0,))
-    provenance_file.RESULTS, runs_file.FOLDER = ROOT / "runs/smoke", ROOT / "runs/smoke/runs"
+    provenance_file.RESULTS = runs_file.FOLDER = ROOT / "runs/smoke"
 
 
 def pretrain(data_dir: str) -> None:

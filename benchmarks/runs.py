@@ -1,42 +1,30 @@
-"""Training runs as a cache: ``results/runs/KEY.json`` holds one run, KEY the hash of its resolved recipe.
-
-A run that is there is read; any other is trained by ``mimicnorm train``, resumes if it was stopped, and is written when
-it is finished. Runs are shared between scripts: the same recipe is trained once.
-"""
+"""Training runs that several scripts share, cached in ``results/runs``."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from contextlib import closing
-from pathlib import Path
+from typing import Any
 
-import torch
-from provenance import RESULTS, ROOT, provenance, save
+from provenance import RESULTS, ROOT
 
-from mimicnorm.training import run_all
+from mimicnorm.training import cache, recipe
 from mimicnorm.training.recipes import Recipe
 
-FOLDER = RESULTS / "runs"
+FOLDER = RESULTS
+RUNS = ROOT / "runs"
+SHORT: dict[str, Any] = {"epochs": 10, "limit": 8000, "test_limit": 4000, "schedule": "linear", "warmup": 0.2}
 
 
-def trained(recipes: Mapping[str, Recipe], data_dir: str, jobs: int = 2, out: Path = ROOT / "runs") -> dict[str, dict]:
-    """Train what is missing; return every run by its label: status, recipe, history, provenance."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    missing = {label: r for label, r in recipes.items() if not _file(r).exists()}
-    with closing(run_all(missing, out, jobs, data_dir=data_dir)) as results:
-        for label, result in results:
-            if result.status != "interrupted":
-                row = {"recipe": recipes[label].resolved().as_dict(), "status": result.status, "step": result.step}
-                about = provenance(threads=max(1, torch.get_num_threads() // jobs))
-                save(f"runs/{recipes[label].key()}", {**about, **row, "history": result.history})
-    return available(recipes)
+def short(method: str, seed: int = 0, **changes: Any) -> Recipe:
+    """Return what several scripts train: a narrow ResNet-18, ten epochs on 8,000 images of CIFAR-100, annealed to 0."""
+    return recipe("cifar100-resnet18-desk", method=method, seed=seed, **{**SHORT, **changes})
+
+
+def trained(recipes: Mapping[str, Recipe], data_dir: str, jobs: int = 2) -> dict[str, dict]:
+    """Train what is missing; return every run by its label."""
+    return cache.trained(recipes, FOLDER, RUNS, jobs=jobs, data_dir=data_dir)
 
 
 def available(recipes: Mapping[str, Recipe]) -> dict[str, dict]:
     """Return the runs that are finished, by label."""
-    return {label: json.loads(_file(r).read_text()) for label, r in recipes.items() if _file(r).exists()}
-
-
-def _file(recipe: Recipe) -> Path:
-    return FOLDER / f"{recipe.key()}.json"
+    return cache.finished_runs(recipes, FOLDER)

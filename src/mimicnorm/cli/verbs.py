@@ -14,6 +14,7 @@ VERBS = {
     "convert": "Print what conversion does to a network, layer by layer, and the memory it saves.",
     "export": "Fold a network to plain layers and write it to a file: ONNX, pt2 or safetensors; int8 if asked.",
     "memory": "Predict the memory of a training step under several methods.",
+    "reproduce": "Run a table or figure of the paper again, and judge its claims.",
     "theory": "Run the paper's theory: gains, figures, Monte Carlo checks, the signal in a network.",
     "train": "Train one recipe, or resume it.",
 }
