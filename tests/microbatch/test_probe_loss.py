@@ -16,7 +16,7 @@ from whole_and_parts import EXACT, Classifier, batch, check_exact, converted, fu
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.microbatch import backward
 from mimicnorm.microbatch.batches import MicroBatch
-from mimicnorm.microbatch.probe_loss import ROUNDING, CannotTellError, LossProbe
+from mimicnorm.microbatch.probe_loss import CannotTellError, LossProbe, is_plain_cross_entropy
 from mimicnorm.microbatch.replay import RandomState
 
 WEIGHT = torch.tensor([0.1, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
@@ -41,12 +41,30 @@ def test_a_comparison_says_what_differs():
     ]:
         p = probe(loss_fn, as_sum)
         p.begin(out[:3], piece(0, 3))
-        for told in (p.compare(piece(1, 2), out[3:], ROUNDING), p.compare_targets(torch.arange(2) + 1, 2, "others")):
+        for told in (p.compare(torch.arange(2), 2, "others", out[3:]), p.compare(torch.arange(2) + 1, 2, "others")):
             assert re.search(why, told) if why else told == ""
     p = probe(lambda o, t: F.cross_entropy(o, t) if len(o) == 3 else F.cross_entropy(o, t) / 0)
     p.begin(out[:3], piece(0, 3))
     with pytest.raises(CannotTellError, match="it is inf"):
-        p.compare(piece(1, 2), out[3:], ROUNDING)
+        p.compare(torch.arange(2), 2, "others", out[3:])
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "targets", "plain"),
+    [
+        *((F.cross_entropy, torch.arange(5), True), (nn.CrossEntropyLoss(label_smoothing=0.1), torch.eye(5), True)),
+        *((nn.CrossEntropyLoss(WEIGHT), torch.arange(5), False), (F.cross_entropy, torch.tensor([1, -100]), False)),
+        *((nn.CrossEntropyLoss(ignore_index=3), torch.arange(5), False), (F.mse_loss, torch.eye(5), False)),
+        *((nn.CrossEntropyLoss(reduction="sum"), torch.arange(5), False), (F.cross_entropy, [1, 2], False)),
+        *((type("Own", (nn.CrossEntropyLoss,), {})(), torch.arange(5), False), (lambda out, t: out.sum(), None, False)),
+    ],
+)
+def test_only_torch_s_cross_entropy_without_weights_and_ignored_targets_is_known_to_be_a_mean(loss_fn, targets, plain):
+    other = MicroBatch(0, 0, 5, (), {}, torch.arange(2))
+    assert is_plain_cross_entropy(loss_fn, [other, MicroBatch(1, 5, 5, (), {}, targets)]) == plain
+    if plain and isinstance(loss_fn, nn.Module):
+        loss_fn.register_forward_hook(lambda _module, _args, loss: loss**2)
+        assert not is_plain_cross_entropy(loss_fn, [other])
 
 
 def test_a_head_of_zeros_does_not_hide_weights():

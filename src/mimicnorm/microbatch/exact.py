@@ -69,7 +69,8 @@ def backward(
             anything: what is not a mean over samples (or a sum, with a ``denominator``) sees the whole batch. Over
             several ranks it sees each share, and what is not a mean (or a sum) is refused. Where a loss would be
             computed in parts, it is compared with itself in every batch, two micro-batches together and apart; so it
-            is called more often than there are micro-batches. Random generators and the state of modules are put
+            is called more often than there are micro-batches (not so torch's cross entropy, which is known to be a
+            mean unless it has weights or ignores a target). Random generators and the state of modules are put
             back after that, but not what else a function does (counting correct answers in a closure):
             ``loss_in_pieces=False`` has it called once, with the whole batch.
         inputs: A tensor, a tuple of call arguments or a dict of keyword arguments; without ``micro_batch``, anything
@@ -111,14 +112,17 @@ def backward(
     of_loss = [m for m in modules_in(loss_fn) if m not in modules]
     device = input_device(inner)
     with restored_on_error([*norms, *of_loss]), advising(_ONE_VALUE):
-        with ranks.all_or_none(device, amounts=1) as total:
+        with ranks.all_or_none(device, amounts=2) as total:
             pieces = _pieces(inputs, targets, micro_batch)
             run = Run(inner, heads_of(inner), pieces, device, joins=return_outputs)
             scope = LossScope(loss_fn, run, of_loss, denominator is not None, loss_in_pieces, scaler)
             total[0] = run.samples if denominator is None else _divisor(denominator, pieces, targets, device)
+            total[1] = not scope.is_known_mean
         if not 0 < total[0] < math.inf:
             raise MicroBatchError(f"denominator={total[0]}: the sum of the losses must be divided by a positive number")
         scope.weight = world_size() / total[0]
+        if not total[1]:  # on all ranks
+            scope.probe = None
         if scope.probe is not None and world_size() > 1:
             scope.foreign = ranks.from_first((pieces[0].targets, pieces[0].size))
         result = _loss_in_pieces(run, scope, return_outputs) if scope.in_pieces else None
