@@ -198,6 +198,24 @@ def test_gradients_accumulate_into_grad_and_reach_inputs():
     torch.testing.assert_close(gradient(net), 2 * once)
 
 
+@pytest.mark.parametrize("last_norm", [True, False])
+def test_an_input_that_is_an_output_gets_its_gradient_once(last_norm):
+    class Returns(Classifier):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), x
+
+    def loss_fn(out: tuple, targets: Tensor) -> Tensor:
+        return F.cross_entropy(out[0], targets) + out[1].mean(0).square().sum()  # not a mean over samples
+
+    net = converted(Classifier(), run_as=Returns, last_norm=last_norm)
+    x, y = batch(8)
+    x.requires_grad_()
+    full_batch(net, loss_fn, x, y)
+    expected, x.grad = x.grad, None
+    backward(net, loss_fn, x, y, micro_batch=3)
+    torch.testing.assert_close(x.grad, expected)
+
+
 def test_frozen_parameters_stay_without_gradient():
     net = converted(AveragedHeads())
     net.body.requires_grad_(False)

@@ -7,7 +7,8 @@
 3. Every micro-batch runs again, with a graph and the same random numbers (``passes.graph_pass``), and takes its part
    of dL/dlogits.
 
-Without a LastNorm step 3 is enough if the loss is a mean over samples, which ``loss_scope`` finds out.
+Without a LastNorm step 3 is enough if the loss is a mean over samples, which ``loss_scope`` finds out. If some
+micro-batch shows that it is not, the loss sees the whole batch after all, less what has been added by then.
 
 Nothing is approximated: the gradient is that of the whole batch up to rounding. Each step is inside
 ``ranks.all_or_none``, so that an error on one rank is raised on all of them; ranks communicate only in between.
@@ -31,9 +32,9 @@ from mimicnorm.layers.last_norm import advising, world_size
 from mimicnorm.microbatch import ranks
 from mimicnorm.microbatch.batches import MicroBatch, collect, join_targets, split, to_device
 from mimicnorm.microbatch.guards import heads_of, is_inexact, require_finite, require_inputs_unchanged
-from mimicnorm.microbatch.heads import Call, Replay, warn_if_regression
+from mimicnorm.microbatch.heads import Call, Replay, require_same, warn_if_regression
 from mimicnorm.microbatch.loss_scope import LossScope, WholeBatchNeededError
-from mimicnorm.microbatch.passes import First, Run, first_pass, graph_pass, outputs_of
+from mimicnorm.microbatch.passes import ADDED, First, Run, first_pass, graph_pass, noted, outputs_of
 from mimicnorm.microbatch.replay import full_precision, input_device
 from mimicnorm.microbatch.snapshot import modules_in, restored_on_error
 from mimicnorm.microbatch.trees import leaves
@@ -125,8 +126,10 @@ def backward(
             scope.probe = None
         if scope.probe is not None and world_size() > 1:
             scope.foreign = ranks.from_first((pieces[0].targets, pieces[0].size))
-        result = _loss_in_pieces(run, scope, return_outputs) if scope.in_pieces else None
-        value, outputs = result or _loss_of_whole(run, scope, targets)
+        added: list[Tensor] = []
+        result = _loss_in_pieces(run, scope, return_outputs, added) if scope.in_pieces else None
+        with noted(ADDED if added and result is None else ""):
+            value, outputs = result or _loss_of_whole(run, scope, targets, added)
         ranks.synchronise_gradients(model)
         value = ranks.mean_over_ranks(value)
     return (value, outputs) if return_outputs else value
@@ -154,13 +157,16 @@ def _divisor(denominator: Denominator, pieces: list[MicroBatch], targets: Any, d
     return finite(value, "denominator", least=0, error=MicroBatchError)
 
 
-def _loss_in_pieces(run: Run, scope: LossScope, return_outputs: bool) -> tuple[Tensor, Any] | None:
+def _loss_in_pieces(
+    run: Run, scope: LossScope, return_outputs: bool, values: list[Tensor]
+) -> tuple[Tensor, Any] | None:
     """Let the loss see one micro-batch at a time, so that no more outputs than those of one are stored.
 
-    Without LastNorms the graph pass is the only one. Returns None if the loss turns out to need the whole batch.
+    Without LastNorms the graph pass is the only one. Returns None if the loss turns out to need the whole batch;
+    ``values`` are then the losses of the micro-batches whose gradients have been added.
     """
-    start, versions = run.random_state(), run.pieces[0].versions()
-    values, parts, heads, grads = [], [], {}, {}
+    start, versions = run.random_state(), [piece.versions() for piece in run.pieces]
+    parts, heads, grads = [], {}, {}
 
     def loss_of(piece: MicroBatch, outputs: list[Any]) -> tuple[Tensor, Tensor]:
         return scope(run.copied(outputs, piece), to_device(piece.targets, run.device), piece.size, str(piece))
@@ -200,16 +206,21 @@ def _loss_in_pieces(run: Run, scope: LossScope, return_outputs: bool) -> tuple[T
     if not needing_whole[0]:
         return torch.stack(values).sum(), run.structure(run.joined(parts)) if return_outputs else None
     with ranks.all_or_none(run.device, _ADDED):
-        require_inputs_unchanged(run.pieces[0], versions)
+        for piece, before in zip(run.pieces, versions, strict=True):
+            require_inputs_unchanged(piece, before)
         if needing_whole[0] != world_size():
             raise MicroBatchError("each call of loss_fn changes its state on some ranks only: give all the same loss")
     start.restore()
     return None
 
 
-def _loss_of_whole(run: Run, scope: LossScope, targets: Any) -> tuple[Tensor, Any]:
-    """Let the loss see the whole batch, in two passes; ``targets`` is None if they come from a loader."""
-    run.joins, trains, sizes = True, _trains(run), [p.size for p in run.pieces]
+def _loss_of_whole(run: Run, scope: LossScope, targets: Any, added: list[Tensor]) -> tuple[Tensor, Any]:
+    """Let the loss see the whole batch, in two passes, less what has been added by ``_loss_in_pieces``.
+
+    ``targets`` is None if they come from a loader.
+    """
+    trains, sizes = _trains(run), [p.size for p in run.pieces]
+    run.join_outputs()
     first, normed = _normalised(run, scope)
     with ranks.all_or_none(run.device), scope.explained():
         whole = run.joined(list(outputs_of(run, first, normed)))
@@ -217,10 +228,20 @@ def _loss_of_whole(run: Run, scope: LossScope, targets: Any) -> tuple[Tensor, An
         for i in learning:
             whole[i].retain_grad() if whole[i].requires_grad else whole[i].requires_grad_()
         targets = to_device(join_targets(run.pieces) if targets is None else targets, run.device)
+
+    def part(piece: MicroBatch) -> list[Any]:
+        return [t.split(sizes)[piece.index] if isinstance(t, Tensor) else t for t in whole]
+
     with ranks.all_or_none(run.device):
-        scaled, value = scope(run.copied(whole), targets, run.samples, "the whole batch; no gradient was added")
-        for i, piece in enumerate(run.pieces if scope.probe is not None else ()):
-            scope.check(run.structure([t.split(sizes)[i] if isinstance(t, Tensor) else t for t in whole]), piece)
+        scaled, value = scope(run.copied(whole), targets, run.samples, "the whole batch")
+        for piece in run.pieces if scope.probe is not None else ():
+            scope.check(run.structure(part(piece)), piece)
+        for piece, before in zip(run.pieces, added, strict=False):
+            of_piece = run.copied(part(piece)), to_device(piece.targets, run.device)
+            scaled_part, again = scope(*of_piece, piece.size, str(piece))
+            (replay := Replay(piece, {}, {}, {})).compare("the loss", again, before)
+            require_same([replay])
+            scaled = scaled - scaled_part
         warn_if_regression(run.heads, normed, scaled)
     with ranks.all_or_none(run.device, _ADDED), full_precision(run.device):
         scaled.backward()  # the parameters of the loss, or of a penalty in it, get their gradient here

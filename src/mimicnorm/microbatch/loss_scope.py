@@ -93,13 +93,12 @@ class LossScope:
     def check(self, outputs: Any, piece: MicroBatch) -> None:
         """Compare a micro-batch with the first one, given its outputs; raise if the loss is not a mean.
 
-        In one pass, the first micro-batch stands for all others, before a gradient is added. On one device,
-        ``WholeBatchNeededError`` is raised then.
+        In one pass, the first micro-batch is compared with the targets of all others, before a gradient is added.
+        Where the loss can see the whole batch, ``WholeBatchNeededError`` is raised.
         """
         probe, is_first = self.probe, piece.index == 0
         if probe is None:
             return
-        may_fall_back = is_first and not self.two_passes and not self.confined
         again = not is_first and not self.two_passes  # it was compared before, with mixtures of the first outputs
         try:
             if is_first:
@@ -108,7 +107,7 @@ class LossScope:
                 why = probe.compare(piece.targets, piece.size, str(piece), outputs, 1 / 2 if again else ROUNDING)
         except Exception as error:
             cannot_tell = f"it cannot be told whether it is a {self.kind} over samples"
-            if may_fall_back:
+            if is_first and not self.confined:
                 raise WholeBatchNeededError(
                     f"{cannot_tell} (if it is, say so with loss_in_pieces=True): {error}"
                 ) from error
@@ -123,12 +122,12 @@ class LossScope:
                 f"over {self.confined} loss_fn must be a {self.kind} over samples, and {cannot_tell}: {error}. "
                 "If it is, say so with loss_in_pieces=True"
             ) from error
-        if why and may_fall_back:
+        if why and not self.confined:
             raise WholeBatchNeededError(f"it is not a {self.kind} over samples: for {why}")
         if why:
             raise MicroBatchError(
-                f"loss_fn is not a {self.kind} over samples, so it cannot be computed in parts "
-                f"({self.confined or 'one pass'}): for {why}. {self._advice()}"
+                f"loss_fn is not a {self.kind} over samples, so it cannot be computed in parts ({self.confined}): for "
+                f"{why}. {self._advice()}"
             )
         if probe.stateful and is_first and not self.two_passes:
             self._refuse_state(probe)
@@ -153,8 +152,6 @@ class LossScope:
 
     def _advice(self) -> str:
         causes = "Class weights, targets to ignore and another reduction are usual causes"
-        if not self.confined:
-            return f"{causes}. Give loss_in_pieces=False"
         of_sum = "With denominator=, loss_fn must return the sum over its samples"
         remedy = of_sum if self.kind == "sum" else _DENOMINATOR
         whole = "; or leave loss_in_pieces out, so that it sees the whole batch" if world_size() == 1 else ""

@@ -22,6 +22,7 @@ Roots = Callable[[MicroBatch, list[Any], Replay], list[tuple[Tensor, Tensor | No
 """From a micro-batch, the leaves of its output and its replay to the tensors to differentiate, with their gradients."""
 
 COMPUTED = object()
+ADDED = "Gradients of this batch have been added: clear them"
 
 
 @dataclass
@@ -81,6 +82,10 @@ class Run:
         self._trees[piece.index] = tree
         return tree.leaves(output, str(piece))
 
+    def join_outputs(self) -> None:
+        """Let the outputs of all micro-batches be joined from here on, in the order of the first one's leaves."""
+        self.joins, self._trees = True, {i: tree for i, tree in self._trees.items() if i == 0}
+
     def structure(self, leaves: list[Any], piece: MicroBatch | None = None) -> Any:
         """Build the model's output from its leaves, for a micro-batch or for the whole batch."""
         return self._trees[0 if piece is None else piece.index].structure(leaves)
@@ -124,8 +129,9 @@ def first_pass(run: Run) -> First:
             with standing_in(run.heads, capture):
                 in_order = run.forward(piece)
             require_inputs_unchanged(piece, versions)
-            if run.heads:
-                in_order = [capture.source(t) or COMPUTED if isinstance(t, Tensor) else t for t in in_order]
+            for i, t in enumerate(in_order):
+                if isinstance(t, Tensor):  # detached: it may be an input that requires a gradient
+                    in_order[i] = capture.source(t) or COMPUTED if run.heads else t.detach()
             outputs.append(in_order)
             logits.append(capture.logits)
     torch.clear_autocast_cache()  # weights that were cast without a graph must not be used in the pass with one
@@ -179,8 +185,7 @@ def graph_pass(run: Run, roots: Roots, heads: dict[Call, WholeBatch], grads: dic
         if run.starts:
             run.starts[i].restore()
         replay = Replay(piece, *({c: parts[i] for c, parts in of_all.items()} for of_all in (raw, normed, grads)))
-        added = "Gradients of this batch have been added: clear them" if run.starts or i > 0 else ""
-        with noted(added), standing_in(run.heads, replay):
+        with noted(ADDED if run.starts or i > 0 else ""), standing_in(run.heads, replay):
             outputs = run.forward(piece)
             chosen = [(t, grad) for t, grad in roots(piece, outputs, replay) if t.requires_grad]
             del outputs
