@@ -32,9 +32,9 @@ from mimicnorm.layers.last_norm import advising, world_size
 from mimicnorm.microbatch import ranks
 from mimicnorm.microbatch.batches import MicroBatch, collect, join_targets, split, to_device
 from mimicnorm.microbatch.guards import heads_of, is_inexact, require_finite, require_inputs_unchanged
-from mimicnorm.microbatch.heads import Call, Replay, require_same, warn_if_regression
+from mimicnorm.microbatch.heads import Replay, gradient_of, require_same, warn_if_regression
 from mimicnorm.microbatch.loss_scope import LossScope, WholeBatchNeededError
-from mimicnorm.microbatch.passes import ADDED, First, Run, first_pass, graph_pass, noted, outputs_of
+from mimicnorm.microbatch.passes import ADDED, Run, first_pass, graph_pass, noted, outputs_of
 from mimicnorm.microbatch.replay import full_precision, input_device
 from mimicnorm.microbatch.snapshot import modules_in, restored_on_error
 from mimicnorm.microbatch.trees import leaves
@@ -166,32 +166,32 @@ def _loss_in_pieces(
     ``values`` are then the losses of the micro-batches whose gradients have been added.
     """
     start, versions = run.random_state(), [piece.versions() for piece in run.pieces]
-    parts, heads, grads = [], {}, {}
+    parts = []
 
     def loss_of(piece: MicroBatch, outputs: list[Any]) -> tuple[Tensor, Tensor]:
         return scope(run.copied(outputs, piece), to_device(piece.targets, run.device), piece.size, str(piece))
 
     if run.heads:
-        first, normed = _normalised(run, scope)
+        _normalise(run, scope)
         with ranks.all_or_none(run.device):
-            for piece, outputs in zip(run.pieces, outputs_of(run, first, normed), strict=True):
+            for piece, outputs in zip(run.pieces, outputs_of(run), strict=True):
                 scaled, value = loss_of(piece, outputs)
                 scope.check(run.structure(outputs, piece), piece)
-                of_piece = {c: [ps[piece.index]] for c, ps in normed.items()}
-                warn_if_regression(run.heads, of_piece, scaled)
+                warn_if_regression(run.calls, scaled)
                 with full_precision(run.device):
-                    scaled.backward(inputs=[p for (p,) in of_piece.values()])
+                    scaled.backward(inputs=[whole.normed_parts[piece.index] for whole in run.calls.values()])
                 values.append(value)
-        heads, grads = first.heads, _through_heads(first, normed)
+        for whole in run.calls.values():
+            whole.backward()
 
     def roots(piece: MicroBatch, outputs: list[Any], replay: Replay) -> list[tuple[Tensor, Tensor | None]]:
         if return_outputs:
             parts.append([t.detach() if isinstance(t, Tensor) else t for t in outputs])
-        if not heads:
+        if not run.heads:
             require_finite("", outputs, piece)
             scope.check(run.structure(outputs, piece), piece)
         scaled, value = loss_of(piece, outputs)
-        if heads:
+        if run.heads:
             replay.compare("the loss", value, values[piece.index])
         else:
             values.append(value)
@@ -199,7 +199,7 @@ def _loss_in_pieces(
 
     with ranks.all_or_none(run.device, _ADDED, amounts=1) as needing_whole:
         try:
-            graph_pass(run, roots, heads, grads)
+            graph_pass(run, roots)
         except WholeBatchNeededError as error:
             scope.see_whole(str(error))
             needing_whole[0] = 1
@@ -221,9 +221,9 @@ def _loss_of_whole(run: Run, scope: LossScope, targets: Any, added: list[Tensor]
     """
     trains, sizes = _trains(run), [p.size for p in run.pieces]
     run.join_outputs()
-    first, normed = _normalised(run, scope)
+    _normalise(run, scope)
     with ranks.all_or_none(run.device), scope.explained():
-        whole = run.joined(list(outputs_of(run, first, normed)))
+        whole = run.joined(list(outputs_of(run)))
         learning = [i for i, t in enumerate(whole) if trains and isinstance(t, Tensor) and is_inexact(t)]
         for i in learning:
             whole[i].retain_grad() if whole[i].requires_grad else whole[i].requires_grad_()
@@ -233,19 +233,20 @@ def _loss_of_whole(run: Run, scope: LossScope, targets: Any, added: list[Tensor]
         return [t.split(sizes)[piece.index] if isinstance(t, Tensor) else t for t in whole]
 
     with ranks.all_or_none(run.device):
-        scaled, value = scope(run.copied(whole), targets, run.samples, "the whole batch")
+        where = "the whole batch" if added else "the whole batch; no gradient was added"
+        scaled, value = scope(run.copied(whole), targets, run.samples, where)
         for piece in run.pieces if scope.probe is not None else ():
             scope.check(run.structure(part(piece)), piece)
         for piece, before in zip(run.pieces, added, strict=False):
             of_piece = run.copied(part(piece)), to_device(piece.targets, run.device)
             scaled_part, again = scope(*of_piece, piece.size, str(piece))
-            (replay := Replay(piece, {}, {}, {})).compare("the loss", again, before)
+            (replay := Replay(piece, run.calls)).compare("the loss", again, before)
             require_same([replay])
             scaled = scaled - scaled_part
-        warn_if_regression(run.heads, normed, scaled)
+        warn_if_regression(run.calls, scaled)
     with ranks.all_or_none(run.device, _ADDED), full_precision(run.device):
         scaled.backward()  # the parameters of the loss, or of a penalty in it, get their gradient here
-    grads = {i: _gradient(whole[i]).split(sizes) for i in learning}
+    grads = {i: gradient_of(whole[i]).split(sizes) for i in learning}
     whole = [t.detach() if isinstance(t, Tensor) else t for t in whole]
     values = {i: whole[i].split(sizes) for i in learning}
 
@@ -255,30 +256,24 @@ def _loss_of_whole(run: Run, scope: LossScope, targets: Any, added: list[Tensor]
         return [(outputs[i], grads[i][piece.index]) for i in learning]
 
     if trains:
-        of_logits = _through_heads(first, normed)
-        del normed, scaled  # their memory is needed now
+        for head in run.calls.values():
+            head.backward()
+        del scaled  # its memory is needed now
         with ranks.all_or_none(run.device, _ADDED):
-            graph_pass(run, roots, first.heads, of_logits)
+            graph_pass(run, roots)
     return value, run.structure(whole)
 
 
-def _normalised(run: Run, scope: LossScope) -> tuple[First, dict[Call, list[Tensor]]]:
-    """Run the first pass and normalise the logits of the whole batch, as leaves for each micro-batch."""
+def _normalise(run: Run, scope: LossScope) -> None:
+    """Run the first pass and normalise the logits of the whole batch."""
     with ranks.all_or_none(run.device, amounts=2) as keys, scope.explained():
-        first = first_pass(run)
-        key = zlib.crc32(repr(list(first.heads)).encode()) % 4096
+        first_pass(run)
+        key = zlib.crc32(repr(list(run.calls)).encode()) % 4096
         keys[:] = key, key * key
     if keys[0] ** 2 != world_size() * keys[1]:  # equal if and only if all keys are
         raise MicroBatchError("the ranks call different heads, or call them a different number of times")
-    for head in first.heads.values():
-        head.normalise()
-    needed = scope.in_pieces or _trains(run)
-    return first, {c: [p.requires_grad_(needed) for p in h.pieces(h.normed)] for c, h in first.heads.items()}
-
-
-def _through_heads(first: First, normed: dict[Call, list[Tensor]]) -> dict[Call, list[Tensor]]:
-    """Go from dL/dnormed to dL/dlogits of each micro-batch, in the same order on all ranks."""
-    return {c: head.gradient([_gradient(p) for p in normed[c]]) for c, head in first.heads.items()}
+    for head in run.calls.values():
+        head.normalise(scope.in_pieces or _trains(run))
 
 
 def _trains(run: Run) -> bool:
@@ -286,7 +281,3 @@ def _trains(run: Run) -> bool:
     tensors = [*run.model.parameters(), *(t for m in run.model.modules() for t in vars(m).values())]
     tensors += [t for piece in run.pieces for t in leaves((piece.args, piece.kwargs))]
     return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
-
-
-def _gradient(t: Tensor) -> Tensor:
-    return torch.zeros_like(t) if t.grad is None else t.grad
