@@ -152,19 +152,26 @@ def test_tails_several_heads_shared_heads_and_segmentation(make, loss_fn, how, m
     check_exact(converted(make()), loss_fn, x, y, micro_batch=micro_batch, **how)
 
 
-@pytest.mark.parametrize("last_norm", [True, False], ids=["two passes", "one pass"])
-def test_weighted_sum_with_a_denominator(last_norm):
+@pytest.mark.parametrize(
+    ("last_norm", "how"),
+    [(True, {}), (False, {}), (True, {"loss_in_pieces": True}), (True, {"scaler": 2.0**10, "loss_in_pieces": True})],
+    ids=["two passes", "one pass", "in pieces", "scaled"],
+)
+def test_weighted_sum_with_a_denominator(last_norm, how):
     net = converted(Classifier(), last_norm=last_norm)
     x, y = batch()
     y[:5] = -100
     weight = torch.rand(5, dtype=torch.float64) + 0.1
     whole, loss = full_batch(net, nn.CrossEntropyLoss(weight), x, y)
     total = nn.CrossEntropyLoss(weight, reduction="sum")
-    divisors = [float(weight[y[5:]].sum()), lambda t: weight[t[t >= 0]].sum()]
-    for denominator in divisors:
+    scale = how.get("scaler", 1.0)
+    for denominator in (float(weight[y[5:]].sum()), lambda t: weight[t[t >= 0]].sum()):
         part = copy.deepcopy(net)
-        value = backward(part, total, x, y, micro_batch=3, denominator=denominator)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale) if "scaler" in how else None
+        value = backward(part, total, x, y, micro_batch=3, denominator=denominator, **{**how, "scaler": scaler})
         torch.testing.assert_close(value, loss)
+        for p in part.parameters():
+            p.grad /= scale
         assert relative_error(part, whole) <= EXACT
 
 
