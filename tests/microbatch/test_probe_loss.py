@@ -16,14 +16,14 @@ from whole_and_parts import EXACT, Classifier, batch, check_exact, converted, fu
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.microbatch import backward
 from mimicnorm.microbatch.batches import MicroBatch
+from mimicnorm.microbatch.passes import Run
 from mimicnorm.microbatch.probe_loss import CannotTellError, LossProbe, is_plain_cross_entropy
-from mimicnorm.microbatch.replay import RandomState
 
 WEIGHT = torch.tensor([0.1, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
 
 
 def probe(loss_fn, as_sum: bool = False) -> LossProbe:
-    return LossProbe(loss_fn, as_sum, [], lambda: RandomState.now(()), None)
+    return LossProbe(loss_fn, as_sum, [], Run(nn.Identity(), {}, [], None))
 
 
 def piece(index: int, size: int) -> MicroBatch:

@@ -168,14 +168,11 @@ def _loss_in_pieces(
     start, versions = run.random_state(), [piece.versions() for piece in run.pieces]
     parts = []
 
-    def loss_of(piece: MicroBatch, outputs: list[Any]) -> tuple[Tensor, Tensor]:
-        return scope(run.copied(outputs, piece), to_device(piece.targets, run.device), piece.size, str(piece))
-
     if run.heads:
         _normalise(run, scope)
         with ranks.all_or_none(run.device):
             for piece, outputs in zip(run.pieces, outputs_of(run), strict=True):
-                scaled, value = loss_of(piece, outputs)
+                scaled, value = scope.of_piece(outputs, piece)
                 scope.check(run.structure(outputs, piece), piece)
                 warn_if_regression(run.calls, scaled)
                 with full_precision(run.device):
@@ -190,7 +187,7 @@ def _loss_in_pieces(
         if not run.heads:
             require_finite("", outputs, piece)
             scope.check(run.structure(outputs, piece), piece)
-        scaled, value = loss_of(piece, outputs)
+        scaled, value = scope.of_piece(outputs, piece)
         if run.heads:
             replay.compare("the loss", value, values[piece.index])
         else:
@@ -237,12 +234,12 @@ def _loss_of_whole(run: Run, scope: LossScope, targets: Any, added: list[Tensor]
         scaled, value = scope(run.copied(whole), targets, run.samples, where)
         for piece in run.pieces if scope.probe is not None else ():
             scope.check(run.structure(part(piece)), piece)
-        for piece, before in zip(run.pieces, added, strict=False):
-            of_piece = run.copied(part(piece)), to_device(piece.targets, run.device)
-            scaled_part, again = scope(*of_piece, piece.size, str(piece))
-            (replay := Replay(piece, run.calls)).compare("the loss", again, before)
-            require_same([replay])
-            scaled = scaled - scaled_part
+        replays = [Replay(piece, run.calls) for piece in run.pieces[: len(added)]]
+        for replay, before in zip(replays, added, strict=True):
+            added_then, again = scope.of_piece(part(replay.piece), replay.piece)
+            replay.compare("the loss", again, before)
+            scaled = scaled - added_then
+        require_same(replays)
         warn_if_regression(run.calls, scaled)
     with ranks.all_or_none(run.device, _ADDED), full_precision(run.device):
         scaled.backward()  # the parameters of the loss, or of a penalty in it, get their gradient here

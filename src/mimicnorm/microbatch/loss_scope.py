@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from mimicnorm.errors import MicroBatchError, NonFiniteError
 from mimicnorm.layers import LastNorm
 from mimicnorm.layers.last_norm import refused, world_size
-from mimicnorm.microbatch.batches import MicroBatch
+from mimicnorm.microbatch.batches import MicroBatch, to_device
 from mimicnorm.microbatch.passes import Run, noted
 from mimicnorm.microbatch.probe_loss import (
     IN_PARTS,
@@ -66,7 +66,7 @@ class LossScope:
         self.foreign: tuple[Any, int] | None = None
         alone = world_size() == 1 and len(run.pieces) == 1
         probed = not alone and (bool(self.confined) or not self.two_passes)
-        self.probe = LossProbe(loss_fn, as_sum, modules, run.random_state, run.device) if probed else None
+        self.probe = LossProbe(loss_fn, as_sum, modules, run) if probed else None
         self.is_known_mean = not as_sum and is_plain_cross_entropy(loss_fn, run.pieces)
 
     def __call__(self, outputs: Any, targets: Any, samples: int, where: str) -> tuple[Tensor, Tensor]:
@@ -83,6 +83,11 @@ class LossScope:
             raise NonFiniteError(f"the loss is {loss.item()} for {where}")
         loss = loss * (self.weight if self.kind == "sum" else self.weight * samples)
         return (loss if self.scaler is None else self.scaler.scale(loss)), loss.detach()
+
+    def of_piece(self, outputs: list[Any], piece: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the same for one micro-batch, given the leaves of its output."""
+        targets = to_device(piece.targets, self.run.device)
+        return self(self.run.copied(outputs, piece), targets, piece.size, str(piece))
 
     def see_whole(self, why: str) -> None:
         """Let the loss see all samples of this rank at once."""

@@ -24,7 +24,8 @@ from mimicnorm.layers.last_norm import refused
 from mimicnorm.microbatch.batches import MicroBatch, counts_samples, join, mix, to_device
 from mimicnorm.microbatch.guards import is_inexact
 from mimicnorm.microbatch.heads import standing_in
-from mimicnorm.microbatch.replay import RandomState, full_precision
+from mimicnorm.microbatch.passes import Run
+from mimicnorm.microbatch.replay import full_precision
 from mimicnorm.microbatch.snapshot import Snapshot
 from mimicnorm.microbatch.trees import leaves, map_tensors
 
@@ -73,17 +74,10 @@ class LossProbe:
 
     _first: _Samples
 
-    def __init__(
-        self,
-        loss_fn: Callable,
-        as_sum: bool,
-        modules: list[nn.Module],
-        random_state: Callable[[], RandomState],
-        device: torch.device | None,
-    ):
-        self.loss_fn, self.as_sum, self.modules, self.device = loss_fn, as_sum, modules, device
+    def __init__(self, loss_fn: Callable, as_sum: bool, modules: list[nn.Module], run: Run):
+        self.loss_fn, self.as_sum, self.modules, self.run = loss_fn, as_sum, modules, run
         self._norms = {str(i): m for i, m in enumerate(modules) if isinstance(m, LastNorm)}
-        self._random_state, self._random = random_state, random_state()
+        self._random = run.random_state()
         self.stateful: set[str] = set()
 
     def begin(self, outputs: Any, piece: MicroBatch) -> None:
@@ -120,7 +114,7 @@ class LossProbe:
 
     def _evaluate(self, samples: _Samples, calls: int = 1) -> tuple[Tensor, list[Tensor]]:
         """Return the loss and its gradient at the outputs, always from the same random state."""
-        now, snapshot = self._random_state(), Snapshot(self.modules)
+        now, snapshot = self.run.random_state(), Snapshot(self.modules)
         for module in self.modules:  # it would wait for the other ranks
             module.training = module.training and not isinstance(module, nn.SyncBatchNorm)
         try:
@@ -132,7 +126,7 @@ class LossProbe:
             require_one_number(loss, samples.name)
             if not loss.requires_grad or not samples.leaves:
                 return loss.detach(), [torch.zeros_like(t) for t in samples.leaves]
-            with full_precision(self.device):
+            with full_precision(self.run.device):
                 grads = torch.autograd.grad(loss, samples.leaves, materialize_grads=True)
             return loss.detach(), list(grads)
         finally:
@@ -142,7 +136,7 @@ class LossProbe:
     def _samples(self, outputs: Any, targets: Any, size: int, name: str) -> _Samples:
         outputs = map_tensors(lambda t: t.detach().clone().requires_grad_(is_inexact(t)), outputs)
         at = [t for t in leaves(outputs) if counts_samples(t, Tensor) and t.requires_grad]
-        return _Samples(outputs, to_device(targets, self.device), size, name, at)
+        return _Samples(outputs, to_device(targets, self.run.device), size, name, at)
 
 
 def require_one_number(loss: Any, where: str) -> None:
