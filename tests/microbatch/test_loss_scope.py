@@ -165,63 +165,6 @@ def test_with_a_denominator_the_loss_has_to_be_a_sum():
             backward(net, loss_fn, x, y, micro_batch=5, denominator=3.0, loss_in_pieces=True)
 
 
-def confident(out: Tensor, targets: Tensor) -> Tensor:
-    """Pseudo-labels: the mean over samples that the model is sure of, if there are any."""
-    sure = out.detach().softmax(1).amax(1) > 0.9
-    return (F.cross_entropy(out, targets, reduction="none") * sure).sum() / sure.sum().clamp(min=1)
-
-
-@pytest.mark.parametrize("how", [{}, {"return_outputs": True}, {"loss_in_pieces": False}])
-def test_what_only_later_outputs_show_is_taken_back(how):
-    """The first two micro-batches look like a mean, and their gradients have been added by then."""
-    net = nn.Linear(5, 5).double()
-    nn.init.eye_(net.weight), nn.init.zeros_(net.bias)
-    x = torch.randn(12, 5, dtype=torch.float64) * 0.1
-    x[[7, 10, 11], 2] += 20
-    y = torch.arange(12) % 5
-    calls: list[bool] = []
-    net.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    check_exact(net, confident, x, y, micro_batch=3, **how)
-    parts = calls[2:] if "return_outputs" in how else calls[1:]  # the whole batch came before
-    assert parts == [True] * 3 * ("loss_in_pieces" not in how) + [False] * 4 + [True] * 4
-    with pytest.raises(MicroBatchError, match=r"(?s)not a mean over samples.*\(loss_in_pieces=True\).*clear them"):
-        backward(net, confident, x, y, micro_batch=3, loss_in_pieces=True)
-
-
-class Confident(Tempered):
-    """The same with a parameter of its own, on one of two outputs in a dict whose keys come in any order."""
-
-    def forward(self, out: dict[str, Tensor], targets: Tensor) -> Tensor:
-        return confident(out["a"] * self.temperature, targets) + out["b"].square().mean()
-
-
-def test_what_is_taken_back_includes_the_loss_s_parameters_inputs_and_dropout():
-    class Outputs(nn.Sequential):
-        def forward(self, x: Tensor) -> dict[str, Tensor]:
-            a = super().forward(x)
-            return {"a": a, "b": x} if float(x.detach()[0, 0]) > 0 else {"b": x, "a": a}
-
-    torch.manual_seed(0)
-    net = Outputs(nn.Linear(5, 5), nn.Dropout(0.3)).double()
-    nn.init.eye_(net[0].weight), nn.init.zeros_(net[0].bias)
-    x = torch.randn(12, 5, dtype=torch.float64) * 0.1
-    x[[7, 10, 11], 2] += 20
-    x.requires_grad_()
-    y, loss_fn = torch.arange(12) % 5, Confident()
-    found = []
-    for whole in (True, False):
-        net.zero_grad(), loss_fn.zero_grad()
-        x.grad = None
-        torch.manual_seed(3)
-        if whole:
-            parts = [net(part) for part in x.split(3)]
-            loss_fn({k: torch.cat([p[k] for p in parts]) for k in "ab"}, y).backward()
-        else:
-            backward(net, loss_fn, x, y, micro_batch=3)
-        found.append([gradient(net, loss_fn), x.grad.flatten(), torch.rand(1)])
-    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-15)
-
-
 def test_a_loss_with_noise_for_each_sample_cannot_be_compared():
     def noisy(out: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(F.dropout(out, 0.5), targets)
