@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.microbatch import backward
-from mimicnorm.microbatch.batches import MicroBatch, collect, join, join_targets, mix, require_joinable, split
+from mimicnorm.microbatch.batches import collect, join, join_targets, mix, split
 
 
 @given(n=st.integers(1, 40), micro_batch=st.integers(1, 50))
@@ -40,11 +40,6 @@ def test_micro_batch_must_count(micro_batch):
 def test_the_number_of_samples_must_be_clear(inputs):
     with pytest.raises(MicroBatchError, match="number of samples is not clear"):
         split(inputs, None, 2)
-
-
-def test_targets_must_match():
-    with pytest.raises(MicroBatchError, match=r"4 samples.*\(5,\)"):
-        split(torch.zeros(4, 2), torch.zeros(5), 2)
 
 
 def test_collect_reads_a_loader_once():
@@ -170,20 +165,6 @@ def test_together_refuses_what_cannot_be_joined():
         join_targets(collect([(x, (x, 0.3)), (x, (x, 0.4))]))
     with pytest.raises(MicroBatchError, match="the targets must have the same structure"):
         join_targets(collect([(x, x), (x, (x, x))]))
-
-
-@pytest.mark.parametrize(
-    ("part", "message"),
-    [
-        (torch.zeros(3, 3), r"aux has shape \(3, 3\) for micro-batch 1"),
-        (torch.tensor(1.0), "first dimension must count"),
-        (torch.zeros(2, 4), "different shape in some micro-batches"),
-        (None, "a Tensor in the first micro-batch and a NoneType in micro-batch 1"),
-    ],
-)
-def test_outputs_have_to_count_the_samples(part, message):
-    with pytest.raises(MicroBatchError, match=message):
-        require_joinable("aux", part, MicroBatch(1, 2, 2, (), {}, None), torch.zeros(2, 3))
 
 
 def test_a_pair_that_all_micro_batches_share_may_be_as_long_as_one_of_them():

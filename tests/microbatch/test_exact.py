@@ -152,19 +152,26 @@ def test_tails_several_heads_shared_heads_and_segmentation(make, loss_fn, how, m
     check_exact(converted(make()), loss_fn, x, y, micro_batch=micro_batch, **how)
 
 
-@pytest.mark.parametrize("last_norm", [True, False], ids=["two passes", "one pass"])
-def test_weighted_sum_with_a_denominator(last_norm):
+@pytest.mark.parametrize(
+    ("last_norm", "how"),
+    [(True, {}), (False, {}), (True, {"loss_in_pieces": True}), (True, {"scaler": 2.0**10, "loss_in_pieces": True})],
+    ids=["two passes", "one pass", "in pieces", "scaled"],
+)
+def test_weighted_sum_with_a_denominator(last_norm, how):
     net = converted(Classifier(), last_norm=last_norm)
     x, y = batch()
     y[:5] = -100
     weight = torch.rand(5, dtype=torch.float64) + 0.1
     whole, loss = full_batch(net, nn.CrossEntropyLoss(weight), x, y)
     total = nn.CrossEntropyLoss(weight, reduction="sum")
-    divisors = [float(weight[y[5:]].sum()), lambda t: weight[t[t >= 0]].sum()]
-    for denominator in divisors:
+    scale = how.get("scaler", 1.0)
+    for denominator in (float(weight[y[5:]].sum()), lambda t: weight[t[t >= 0]].sum()):
         part = copy.deepcopy(net)
-        value = backward(part, total, x, y, micro_batch=3, denominator=denominator)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale) if "scaler" in how else None
+        value = backward(part, total, x, y, micro_batch=3, denominator=denominator, **{**how, "scaler": scaler})
         torch.testing.assert_close(value, loss)
+        for p in part.parameters():
+            p.grad /= scale
         assert relative_error(part, whole) <= EXACT
 
 
@@ -196,6 +203,24 @@ def test_gradients_accumulate_into_grad_and_reach_inputs():
     once = gradient(net)
     backward(net, F.cross_entropy, x, y, micro_batch=3)
     torch.testing.assert_close(gradient(net), 2 * once)
+
+
+@pytest.mark.parametrize("last_norm", [True, False])
+def test_an_input_that_is_an_output_gets_its_gradient_once(last_norm):
+    class Returns(Classifier):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), x
+
+    def loss_fn(out: tuple, targets: Tensor) -> Tensor:
+        return F.cross_entropy(out[0], targets) + out[1].mean(0).square().sum()  # not a mean over samples
+
+    net = converted(Classifier(), run_as=Returns, last_norm=last_norm)
+    x, y = batch(8)
+    x.requires_grad_()
+    full_batch(net, loss_fn, x, y)
+    expected, x.grad = x.grad, None
+    backward(net, loss_fn, x, y, micro_batch=3)
+    torch.testing.assert_close(x.grad, expected)
 
 
 def test_frozen_parameters_stay_without_gradient():

@@ -39,21 +39,24 @@ def test_whole_batch_normalises_every_layout_as_one(dim, shapes):
     whole = WholeBatch(norm, parts)
     assert norm.num_batches_tracked == 0
     whole.normalise()
-    pieces = whole.pieces(whole.normed)
+    pieces = whole.normed_parts
     assert [tuple(p.shape) for p in pieces] == shapes
-    rows = torch.cat([p.movedim(dim, -1).reshape(-1, 3) for p in pieces])
+    rows = torch.cat([p.detach().movedim(dim, -1).reshape(-1, 3) for p in pieces])
     torch.testing.assert_close(rows.mean(0), torch.zeros(3))
-    assert all(torch.equal(a, b) for a, b in zip(whole.pieces(whole.raw), parts, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(whole.raw_parts, parts, strict=True))
     assert norm.num_batches_tracked == 1
 
 
 def test_replay_gives_the_known_value_and_the_known_gradient():
     z = torch.randn(2, 3, requires_grad=True)
-    value, grad = torch.randn(2, 3), torch.randn(2, 3)
     piece, key = MicroBatch(0, 0, 2, (), {}, None), Call("fc", 0)
-    replay = Replay(piece, {key: z.detach() * 2}, {key: value}, {key: grad})
+    whole = WholeBatch(LastNorm(3), [z.detach() * 2])
+    whole.normalise()
+    whole.normed_parts[0].grad = torch.randn(2, 3)
+    whole.backward()
+    replay = Replay(piece, {key: whole})
     out = replay(key, z)
-    assert torch.equal(out, value)
+    assert torch.equal(out, whole.normed_parts[0])
     (5 * out).sum().backward()
-    assert torch.equal(z.grad, grad)
+    assert torch.equal(z.grad, whole.grads[0])
     assert replay.deviations["fc: the logits"][0].item() == pytest.approx(0.5)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import copy
 
 import torch
-import torch.nn.functional as F
 from whole_and_parts import Classifier, batch, converted, full_batch, gradient, scaled, state
 
 from mimicnorm.layers import LastNorm, last_norm_
-from mimicnorm.microbatch import LastNormCrossEntropy, backward
+from mimicnorm.microbatch import LastNormCrossEntropy
 
 
 def pair():
@@ -39,20 +38,6 @@ def test_same_value_gradient_and_statistics():
     torch.testing.assert_close(state(loss_fn.last_norm), state(head))
     loss_fn.eval(), head.eval(), folded.eval()
     torch.testing.assert_close(loss_fn.normalise(folded(x)), head(x))
-
-
-def test_micro_batches_see_it():
-    within, without = pair()
-    x, y = batch()
-    head, value = full_batch(within, F.cross_entropy, x, y)
-    loss_fn = scaled(LastNormCrossEntropy(5).double())
-    for micro_batch in (1, 7):
-        part, own_loss = copy.deepcopy(without), copy.deepcopy(loss_fn)
-        loss, logits = backward(part, own_loss, x, y, micro_batch=micro_batch, return_outputs=True)
-        torch.testing.assert_close(loss, value)
-        assert error(head, part, own_loss) < 1e-12
-        torch.testing.assert_close(state(own_loss), state(head))
-        torch.testing.assert_close(logits, without(x))
 
 
 def test_invariant_to_the_scale_and_shift_of_a_class():

@@ -11,19 +11,30 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from whole_and_parts import EXACT, Classifier, batch, check_exact, converted, full_batch, relative_error, state
+from whole_and_parts import (
+    EXACT,
+    Classifier,
+    Tempered,
+    batch,
+    check_exact,
+    converted,
+    full_batch,
+    gradient,
+    relative_error,
+    state,
+)
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.microbatch import backward
 from mimicnorm.microbatch.batches import MicroBatch
-from mimicnorm.microbatch.probe_loss import ROUNDING, CannotTellError, LossProbe
-from mimicnorm.microbatch.replay import RandomState
+from mimicnorm.microbatch.passes import Run
+from mimicnorm.microbatch.probe_loss import CannotTellError, LossProbe, is_plain_cross_entropy
 
 WEIGHT = torch.tensor([0.1, 1.0, 2.0, 4.0, 8.0], dtype=torch.float64)
 
 
 def probe(loss_fn, as_sum: bool = False) -> LossProbe:
-    return LossProbe(loss_fn, as_sum, [], lambda: RandomState.now(()), None)
+    return LossProbe(loss_fn, as_sum, [], Run(nn.Identity(), {}, [], None))
 
 
 def piece(index: int, size: int) -> MicroBatch:
@@ -41,12 +52,30 @@ def test_a_comparison_says_what_differs():
     ]:
         p = probe(loss_fn, as_sum)
         p.begin(out[:3], piece(0, 3))
-        for told in (p.compare(piece(1, 2), out[3:], ROUNDING), p.compare_targets(torch.arange(2) + 1, 2, "others")):
+        for told in (p.compare(torch.arange(2), 2, "others", out[3:]), p.compare(torch.arange(2) + 1, 2, "others")):
             assert re.search(why, told) if why else told == ""
     p = probe(lambda o, t: F.cross_entropy(o, t) if len(o) == 3 else F.cross_entropy(o, t) / 0)
     p.begin(out[:3], piece(0, 3))
     with pytest.raises(CannotTellError, match="it is inf"):
-        p.compare(piece(1, 2), out[3:], ROUNDING)
+        p.compare(torch.arange(2), 2, "others", out[3:])
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "targets", "plain"),
+    [
+        *((F.cross_entropy, torch.arange(5), True), (nn.CrossEntropyLoss(label_smoothing=0.1), torch.eye(5), True)),
+        *((nn.CrossEntropyLoss(WEIGHT), torch.arange(5), False), (F.cross_entropy, torch.tensor([1, -100]), False)),
+        *((nn.CrossEntropyLoss(ignore_index=3), torch.arange(5), False), (F.mse_loss, torch.eye(5), False)),
+        *((nn.CrossEntropyLoss(reduction="sum"), torch.arange(5), False), (F.cross_entropy, [1, 2], False)),
+        *((type("Own", (nn.CrossEntropyLoss,), {})(), torch.arange(5), False), (lambda out, t: out.sum(), None, False)),
+    ],
+)
+def test_only_torch_s_cross_entropy_without_weights_and_ignored_targets_is_known_to_be_a_mean(loss_fn, targets, plain):
+    other = MicroBatch(0, 0, 5, (), {}, torch.arange(2))
+    assert is_plain_cross_entropy(loss_fn, [other, MicroBatch(1, 5, 5, (), {}, targets)]) == plain
+    if plain and isinstance(loss_fn, nn.Module):
+        loss_fn.register_forward_hook(lambda _module, _args, loss: loss**2)
+        assert not is_plain_cross_entropy(loss_fn, [other])
 
 
 def test_a_head_of_zeros_does_not_hide_weights():
@@ -64,6 +93,63 @@ def test_a_weak_comparison_of_samples_does_not_hide_in_rounding(micro_batch):
         torch.manual_seed(seed)
         net = converted(Classifier(), torch.float32, last_norm=False)
         check_exact(net, loss_fn, *batch(dtype=torch.float32), allowed=1e-5, micro_batch=micro_batch)
+
+
+def confident(out: Tensor, targets: Tensor) -> Tensor:
+    """Pseudo-labels: the mean over samples that the model is sure of, if there are any."""
+    sure = out.detach().softmax(1).amax(1) > 0.9
+    return (F.cross_entropy(out, targets, reduction="none") * sure).sum() / sure.sum().clamp(min=1)
+
+
+@pytest.mark.parametrize("how", [{}, {"return_outputs": True}, {"loss_in_pieces": False}])
+def test_what_only_later_outputs_show_is_taken_back(how):
+    """The first two micro-batches look like a mean, and their gradients have been added by then."""
+    net = nn.Linear(5, 5).double()
+    nn.init.eye_(net.weight), nn.init.zeros_(net.bias)
+    x = torch.randn(12, 5, dtype=torch.float64) * 0.1
+    x[[7, 10, 11], 2] += 20
+    y = torch.arange(12) % 5
+    calls: list[bool] = []
+    net.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    check_exact(net, confident, x, y, micro_batch=3, **how)
+    parts = calls[2:] if "return_outputs" in how else calls[1:]  # the whole batch came before
+    assert parts == [True] * 3 * ("loss_in_pieces" not in how) + [False] * 4 + [True] * 4
+    with pytest.raises(MicroBatchError, match=r"(?s)not a mean over samples.*\(loss_in_pieces=True\).*clear them"):
+        backward(net, confident, x, y, micro_batch=3, loss_in_pieces=True)
+
+
+class Confident(Tempered):
+    """The same with a parameter of its own, on one of two outputs in a dict whose keys come in any order."""
+
+    def forward(self, out: dict[str, Tensor], targets: Tensor) -> Tensor:
+        return confident(out["a"] * self.temperature, targets) + out["b"].square().mean()
+
+
+def test_what_is_taken_back_includes_the_loss_s_parameters_inputs_and_dropout():
+    class Outputs(nn.Sequential):
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            a = super().forward(x)
+            return {"a": a, "b": x} if float(x.detach()[0, 0]) > 0 else {"b": x, "a": a}
+
+    torch.manual_seed(0)
+    net = Outputs(nn.Linear(5, 5), nn.Dropout(0.3)).double()
+    nn.init.eye_(net[0].weight), nn.init.zeros_(net[0].bias)
+    x = torch.randn(12, 5, dtype=torch.float64) * 0.1
+    x[[7, 10, 11], 2] += 20
+    x.requires_grad_()
+    y, loss_fn = torch.arange(12) % 5, Confident()
+    found = []
+    for whole in (True, False):
+        net.zero_grad(), loss_fn.zero_grad()
+        x.grad = None
+        torch.manual_seed(3)
+        if whole:
+            parts = [net(part) for part in x.split(3)]
+            loss_fn({k: torch.cat([p[k] for p in parts]) for k in "ab"}, y).backward()
+        else:
+            backward(net, loss_fn, x, y, micro_batch=3)
+        found.append([gradient(net, loss_fn), x.grad.flatten(), torch.rand(1)])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-12, atol=1e-15)
 
 
 def random_for_all(out: Tensor, targets: Tensor) -> Tensor:
@@ -130,19 +216,6 @@ def test_random_numbers_go_on_as_without_the_comparison():
     assert torch.equal(torch.get_rng_state(), after[0])
     assert random.getstate() == after[1]
     assert (np.random.get_state()[1] == after[2]).all()
-
-
-def test_a_model_that_writes_into_its_inputs_may_do_so_in_one_pass():
-    class Shifts(Classifier):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x.sub_(1.0))
-
-    net = converted(Classifier(), last_norm=False)
-    x, y = batch(8)
-    whole, _ = full_batch(net, F.cross_entropy, x - 1, y)
-    net.__class__ = Shifts
-    backward(net, lambda out, t: F.cross_entropy(out, t), x, y, micro_batch=3)
-    assert relative_error(net, whole) <= EXACT
 
 
 def test_autocast_and_half_precision():

@@ -75,10 +75,11 @@ def test_a_failure_on_one_rank_is_raised_on_all(found_by_two):
         assert broken[name] == "boom"
         assert "1 of 2 ranks failed" in healthy[name]
     assert "Class weights" in broken["weights"]
-    for name in ("contrastive", "contrastive, one pass", "weights of ranks", "weights of ranks, one pass"):
-        assert "loss_fn is not a mean over samples" in broken[name]
-        assert "several ranks" in broken[name]
-        assert "denominator=" in broken[name]
+    for loss in ("contrastive", "weights of ranks", "ignored targets"):
+        for name in (loss, f"{loss}, one pass"):
+            assert "loss_fn is not a mean over samples" in broken[name]
+            assert "several ranks" in broken[name]
+            assert "denominator=" in broken[name]
     assert healthy["contrastive"]
     assert "it draws random numbers or keeps a state. If it is, say so with loss_in_pieces=True" in broken["noise"]
     assert "the loss is nan" in broken["nan, loss"]

@@ -14,7 +14,7 @@ from whole_and_parts import EXACT, Classifier, batch, check_exact, converted, re
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.microbatch import backward
-from mimicnorm.microbatch.trees import Tree, leaves
+from mimicnorm.microbatch.trees import leaves
 
 
 class TwoHeads(Classifier):
@@ -169,11 +169,3 @@ def test_dicts_of_other_classes_and_namespaces(kind, mode):
         assert type(made[1]) is kind
         assert kind is not Output or made[1].source == "kept"
         torch.testing.assert_close(leaves(made[1]), [t.detach() for t in leaves(expected)])
-
-
-def test_a_tree_keeps_its_own_order():
-    tree = Tree({"x": 1, "y": [2, {"p": 3, "q": 4}]}, "the first")
-    assert tree.leaves({"y": [2, {"q": 4, "p": 3}], "x": 1}, "another") == [1, 2, 3, 4]
-    assert list(tree.structure([5, 6, 7, 8])) == ["x", "y"]
-    with pytest.raises(MicroBatchError, match=r"output\['y'\]\[1\]\['q'\] is in the first, but not in another"):
-        tree.leaves({"y": [2, {"p": 3}], "x": 1}, "another")

@@ -7,7 +7,8 @@
 3. Every micro-batch runs again, with a graph and the same random numbers (``passes.graph_pass``), and takes its part
    of dL/dlogits.
 
-Without a LastNorm step 3 is enough if the loss is a mean over samples, which ``loss_scope`` finds out.
+Without a LastNorm step 3 is enough if the loss is a mean over samples, which ``loss_scope`` finds out. If some
+micro-batch shows that it is not, the loss sees the whole batch after all, less what has been added by then.
 
 Nothing is approximated: the gradient is that of the whole batch up to rounding. Each step is inside
 ``ranks.all_or_none``, so that an error on one rank is raised on all of them; ranks communicate only in between.
@@ -31,9 +32,9 @@ from mimicnorm.layers.last_norm import advising, world_size
 from mimicnorm.microbatch import ranks
 from mimicnorm.microbatch.batches import MicroBatch, collect, join_targets, split, to_device
 from mimicnorm.microbatch.guards import heads_of, is_inexact, require_finite, require_inputs_unchanged
-from mimicnorm.microbatch.heads import Call, Replay, warn_if_regression
+from mimicnorm.microbatch.heads import Replay, gradient_of, require_same, warn_if_regression
 from mimicnorm.microbatch.loss_scope import LossScope, WholeBatchNeededError
-from mimicnorm.microbatch.passes import First, Run, first_pass, graph_pass, outputs_of
+from mimicnorm.microbatch.passes import ADDED, Run, first_pass, graph_pass, noted, outputs_of
 from mimicnorm.microbatch.replay import full_precision, input_device
 from mimicnorm.microbatch.snapshot import modules_in, restored_on_error
 from mimicnorm.microbatch.trees import leaves
@@ -69,7 +70,8 @@ def backward(
             anything: what is not a mean over samples (or a sum, with a ``denominator``) sees the whole batch. Over
             several ranks it sees each share, and what is not a mean (or a sum) is refused. Where a loss would be
             computed in parts, it is compared with itself in every batch, two micro-batches together and apart; so it
-            is called more often than there are micro-batches. Random generators and the state of modules are put
+            is called more often than there are micro-batches (not so torch's cross entropy, which is known to be a
+            mean unless it has weights or ignores a target). Random generators and the state of modules are put
             back after that, but not what else a function does (counting correct answers in a closure):
             ``loss_in_pieces=False`` has it called once, with the whole batch.
         inputs: A tensor, a tuple of call arguments or a dict of keyword arguments; without ``micro_batch``, anything
@@ -111,18 +113,23 @@ def backward(
     of_loss = [m for m in modules_in(loss_fn) if m not in modules]
     device = input_device(inner)
     with restored_on_error([*norms, *of_loss]), advising(_ONE_VALUE):
-        with ranks.all_or_none(device, amounts=1) as total:
+        with ranks.all_or_none(device, amounts=2) as total:
             pieces = _pieces(inputs, targets, micro_batch)
             run = Run(inner, heads_of(inner), pieces, device, joins=return_outputs)
             scope = LossScope(loss_fn, run, of_loss, denominator is not None, loss_in_pieces, scaler)
             total[0] = run.samples if denominator is None else _divisor(denominator, pieces, targets, device)
+            total[1] = not scope.is_known_mean
         if not 0 < total[0] < math.inf:
             raise MicroBatchError(f"denominator={total[0]}: the sum of the losses must be divided by a positive number")
         scope.weight = world_size() / total[0]
+        if not total[1]:  # on all ranks
+            scope.probe = None
         if scope.probe is not None and world_size() > 1:
             scope.foreign = ranks.from_first((pieces[0].targets, pieces[0].size))
-        result = _loss_in_pieces(run, scope, return_outputs) if scope.in_pieces else None
-        value, outputs = result or _loss_of_whole(run, scope, targets)
+        added: list[Tensor] = []
+        result = _loss_in_pieces(run, scope, return_outputs, added) if scope.in_pieces else None
+        with noted(ADDED if added and result is None else ""):
+            value, outputs = result or _loss_of_whole(run, scope, targets, added)
         ranks.synchronise_gradients(model)
         value = ranks.mean_over_ranks(value)
     return (value, outputs) if return_outputs else value
@@ -150,38 +157,38 @@ def _divisor(denominator: Denominator, pieces: list[MicroBatch], targets: Any, d
     return finite(value, "denominator", least=0, error=MicroBatchError)
 
 
-def _loss_in_pieces(run: Run, scope: LossScope, return_outputs: bool) -> tuple[Tensor, Any] | None:
+def _loss_in_pieces(
+    run: Run, scope: LossScope, return_outputs: bool, values: list[Tensor]
+) -> tuple[Tensor, Any] | None:
     """Let the loss see one micro-batch at a time, so that no more outputs than those of one are stored.
 
-    Without LastNorms the graph pass is the only one. Returns None if the loss turns out to need the whole batch.
+    Without LastNorms the graph pass is the only one. Returns None if the loss turns out to need the whole batch;
+    ``values`` are then the losses of the micro-batches whose gradients have been added.
     """
-    start, versions = run.random_state(), run.pieces[0].versions()
-    values, parts, heads, grads = [], [], {}, {}
-
-    def loss_of(piece: MicroBatch, outputs: list[Any]) -> tuple[Tensor, Tensor]:
-        return scope(run.copied(outputs, piece), to_device(piece.targets, run.device), piece.size, str(piece))
+    start, versions = run.random_state(), [piece.versions() for piece in run.pieces]
+    parts = []
 
     if run.heads:
-        first, normed = _normalised(run, scope)
+        _normalise(run, scope)
         with ranks.all_or_none(run.device):
-            for piece, outputs in zip(run.pieces, outputs_of(run, first, normed), strict=True):
-                scaled, value = loss_of(piece, outputs)
+            for piece, outputs in zip(run.pieces, outputs_of(run), strict=True):
+                scaled, value = scope.of_piece(outputs, piece)
                 scope.check(run.structure(outputs, piece), piece)
-                of_piece = {c: [ps[piece.index]] for c, ps in normed.items()}
-                warn_if_regression(run.heads, of_piece, scaled)
+                warn_if_regression(run.calls, scaled)
                 with full_precision(run.device):
-                    scaled.backward(inputs=[p for (p,) in of_piece.values()])
+                    scaled.backward(inputs=[whole.normed_parts[piece.index] for whole in run.calls.values()])
                 values.append(value)
-        heads, grads = first.heads, _through_heads(first, normed)
+        for whole in run.calls.values():
+            whole.backward()
 
     def roots(piece: MicroBatch, outputs: list[Any], replay: Replay) -> list[tuple[Tensor, Tensor | None]]:
         if return_outputs:
             parts.append([t.detach() if isinstance(t, Tensor) else t for t in outputs])
-        if not heads:
+        if not run.heads:
             require_finite("", outputs, piece)
             scope.check(run.structure(outputs, piece), piece)
-        scaled, value = loss_of(piece, outputs)
-        if heads:
+        scaled, value = scope.of_piece(outputs, piece)
+        if run.heads:
             replay.compare("the loss", value, values[piece.index])
         else:
             values.append(value)
@@ -189,38 +196,54 @@ def _loss_in_pieces(run: Run, scope: LossScope, return_outputs: bool) -> tuple[T
 
     with ranks.all_or_none(run.device, _ADDED, amounts=1) as needing_whole:
         try:
-            graph_pass(run, roots, heads, grads)
+            graph_pass(run, roots)
         except WholeBatchNeededError as error:
             scope.see_whole(str(error))
             needing_whole[0] = 1
     if not needing_whole[0]:
         return torch.stack(values).sum(), run.structure(run.joined(parts)) if return_outputs else None
     with ranks.all_or_none(run.device, _ADDED):
-        require_inputs_unchanged(run.pieces[0], versions)
+        for piece, before in zip(run.pieces, versions, strict=True):
+            require_inputs_unchanged(piece, before)
         if needing_whole[0] != world_size():
             raise MicroBatchError("each call of loss_fn changes its state on some ranks only: give all the same loss")
     start.restore()
     return None
 
 
-def _loss_of_whole(run: Run, scope: LossScope, targets: Any) -> tuple[Tensor, Any]:
-    """Let the loss see the whole batch, in two passes; ``targets`` is None if they come from a loader."""
-    run.joins, trains, sizes = True, _trains(run), [p.size for p in run.pieces]
-    first, normed = _normalised(run, scope)
+def _loss_of_whole(run: Run, scope: LossScope, targets: Any, added: list[Tensor]) -> tuple[Tensor, Any]:
+    """Let the loss see the whole batch, in two passes, less what has been added by ``_loss_in_pieces``.
+
+    ``targets`` is None if they come from a loader.
+    """
+    trains, sizes = _trains(run), [p.size for p in run.pieces]
+    run.join_outputs()
+    _normalise(run, scope)
     with ranks.all_or_none(run.device), scope.explained():
-        whole = run.joined(list(outputs_of(run, first, normed)))
+        whole = run.joined(list(outputs_of(run)))
         learning = [i for i, t in enumerate(whole) if trains and isinstance(t, Tensor) and is_inexact(t)]
         for i in learning:
             whole[i].retain_grad() if whole[i].requires_grad else whole[i].requires_grad_()
         targets = to_device(join_targets(run.pieces) if targets is None else targets, run.device)
+
+    def part(piece: MicroBatch) -> list[Any]:
+        return [t.split(sizes)[piece.index] if isinstance(t, Tensor) else t for t in whole]
+
     with ranks.all_or_none(run.device):
-        scaled, value = scope(run.copied(whole), targets, run.samples, "the whole batch; no gradient was added")
-        for i, piece in enumerate(run.pieces if scope.probe is not None else ()):
-            scope.check(run.structure([t.split(sizes)[i] if isinstance(t, Tensor) else t for t in whole]), piece)
-        warn_if_regression(run.heads, normed, scaled)
+        where = "the whole batch" if added else "the whole batch; no gradient was added"
+        scaled, value = scope(run.copied(whole), targets, run.samples, where)
+        for piece in run.pieces if scope.probe is not None else ():
+            scope.check(run.structure(part(piece)), piece)
+        replays = [Replay(piece, run.calls) for piece in run.pieces[: len(added)]]
+        for replay, before in zip(replays, added, strict=True):
+            added_then, again = scope.of_piece(part(replay.piece), replay.piece)
+            replay.compare("the loss", again, before)
+            scaled = scaled - added_then
+        require_same(replays)
+        warn_if_regression(run.calls, scaled)
     with ranks.all_or_none(run.device, _ADDED), full_precision(run.device):
         scaled.backward()  # the parameters of the loss, or of a penalty in it, get their gradient here
-    grads = {i: _gradient(whole[i]).split(sizes) for i in learning}
+    grads = {i: gradient_of(whole[i]).split(sizes) for i in learning}
     whole = [t.detach() if isinstance(t, Tensor) else t for t in whole]
     values = {i: whole[i].split(sizes) for i in learning}
 
@@ -230,30 +253,24 @@ def _loss_of_whole(run: Run, scope: LossScope, targets: Any) -> tuple[Tensor, An
         return [(outputs[i], grads[i][piece.index]) for i in learning]
 
     if trains:
-        of_logits = _through_heads(first, normed)
-        del normed, scaled  # their memory is needed now
+        for head in run.calls.values():
+            head.backward()
+        del scaled  # its memory is needed now
         with ranks.all_or_none(run.device, _ADDED):
-            graph_pass(run, roots, first.heads, of_logits)
+            graph_pass(run, roots)
     return value, run.structure(whole)
 
 
-def _normalised(run: Run, scope: LossScope) -> tuple[First, dict[Call, list[Tensor]]]:
-    """Run the first pass and normalise the logits of the whole batch, as leaves for each micro-batch."""
+def _normalise(run: Run, scope: LossScope) -> None:
+    """Run the first pass and normalise the logits of the whole batch."""
     with ranks.all_or_none(run.device, amounts=2) as keys, scope.explained():
-        first = first_pass(run)
-        key = zlib.crc32(repr(list(first.heads)).encode()) % 4096
+        first_pass(run)
+        key = zlib.crc32(repr(list(run.calls)).encode()) % 4096
         keys[:] = key, key * key
     if keys[0] ** 2 != world_size() * keys[1]:  # equal if and only if all keys are
         raise MicroBatchError("the ranks call different heads, or call them a different number of times")
-    for head in first.heads.values():
-        head.normalise()
-    needed = scope.in_pieces or _trains(run)
-    return first, {c: [p.requires_grad_(needed) for p in h.pieces(h.normed)] for c, h in first.heads.items()}
-
-
-def _through_heads(first: First, normed: dict[Call, list[Tensor]]) -> dict[Call, list[Tensor]]:
-    """Go from dL/dnormed to dL/dlogits of each micro-batch, in the same order on all ranks."""
-    return {c: head.gradient([_gradient(p) for p in normed[c]]) for c, head in first.heads.items()}
+    for head in run.calls.values():
+        head.normalise(scope.in_pieces or _trains(run))
 
 
 def _trains(run: Run) -> bool:
@@ -261,7 +278,3 @@ def _trains(run: Run) -> bool:
     tensors = [*run.model.parameters(), *(t for m in run.model.modules() for t in vars(m).values())]
     tensors += [t for piece in run.pieces for t in leaves((piece.args, piece.kwargs))]
     return any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
-
-
-def _gradient(t: Tensor) -> Tensor:
-    return torch.zeros_like(t) if t.grad is None else t.grad

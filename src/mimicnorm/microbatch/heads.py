@@ -70,32 +70,39 @@ class WholeBatch:
     Attributes:
         raw: All logits, (1, classes, values), a leaf of the graph. The values of a class lie side by side, which is
             how fp32 sums lose least.
-        normed: The normalised logits, after ``normalise``.
+        raw_parts: The logits of each micro-batch.
+        normed_parts: The normalised logits of each, after ``normalise``: leaves, at which the loss is differentiated.
+        grads: dL/dlogits of each, after ``backward``.
     """
 
-    normed: Tensor
+    normed_parts: list[Tensor]
+    grads: list[Tensor]
 
     def __init__(self, norm: LastNorm, parts: list[Tensor]):
         self.norm, self.dim = norm, norm.dim
         self.shapes = [p.movedim(self.dim, -1).shape for p in parts]
         self.raw = self.joined(parts).requires_grad_()
+        self.raw_parts = self.pieces(self.raw)
 
-    def normalise(self) -> None:
+    def normalise(self, requires_grad: bool = True) -> None:
         """Run the LastNorm, which communicates with the other ranks."""
         # Not a call: hooks on the LastNorm run when the model calls it, once.
         with torch.enable_grad():
-            self.normed = self.norm.forward(self.raw.movedim(1, self.dim)).movedim(self.dim, 1)
+            self._normed = self.norm.forward(self.raw.movedim(1, self.dim)).movedim(self.dim, 1)
+        self.normed_parts = [p.requires_grad_(requires_grad) for p in self.pieces(self._normed)]
 
-    def gradient(self, parts: list[Tensor]) -> list[Tensor]:
-        """Go from dL/dnormed to dL/draw, for each micro-batch; this communicates, too.
+    def backward(self) -> None:
+        """Go from the gradients of ``normed_parts`` to ``grads``; this communicates, too.
 
         The logit scale gets its gradient here, that of the whole batch.
         """
         scale = self.norm.logit_scale
         inputs = [self.raw] if scale is None or not scale.requires_grad else [self.raw, scale]
-        torch.autograd.backward(self.normed, self.joined(parts), inputs=inputs)
+        of_normed = self.joined([gradient_of(p) for p in self.normed_parts])
+        torch.autograd.backward(self._normed, of_normed, inputs=inputs)
         assert self.raw.grad is not None
-        return self.pieces(self.raw.grad)
+        self.grads = self.pieces(self.raw.grad)
+        self.normed_parts = [p.detach() for p in self.normed_parts]  # without their gradients
 
     def joined(self, parts: list[Tensor]) -> Tensor:
         """Join what the micro-batches have, in the shape of ``raw``."""
@@ -108,11 +115,16 @@ class WholeBatch:
         return [p.reshape(s).movedim(-1, self.dim) for p, s in zip(parts, self.shapes, strict=True)]
 
 
+def gradient_of(t: Tensor) -> Tensor:
+    """Return the gradient of a leaf, zeros if nothing depends on it."""
+    return torch.zeros_like(t) if t.grad is None else t.grad
+
+
 class Feed:
     """Stand-in of the pass for outputs: gives each head of one micro-batch its normalised logits."""
 
-    def __init__(self, normed: dict[Call, Tensor]):
-        self.normed = normed
+    def __init__(self, piece: MicroBatch, calls: dict[Call, WholeBatch]):
+        self.piece, self.calls = piece, calls
 
     def __call__(self, call: Call, logits: Tensor) -> Tensor:
         """Return a copy, which the model may write into."""
@@ -121,33 +133,31 @@ class Feed:
                 f"{call.head}: the logits of this head depend on the normalised output of another LastNorm, so two "
                 "passes are not enough. Convert with last_norm=False, or with head= naming one of them"
             )
-        return self.normed[call].clone()
+        return self.calls[call].normed_parts[self.piece.index].clone()
 
 
 class Replay:
     """Stand-in of the graph pass: gives the known values forward and the known gradient backward.
 
-    It also records how much anything differs from the first time. ``raw`` are the logits of the first pass, ``grads``
-    is dL/dlogits.
+    It also records how much anything differs from the first time.
     """
 
-    def __init__(
-        self, piece: MicroBatch, raw: dict[Call, Tensor], normed: dict[Call, Tensor], grads: dict[Call, Tensor]
-    ):
-        self.piece, self.raw, self.normed, self.grads = piece, raw, normed, grads
+    def __init__(self, piece: MicroBatch, calls: dict[Call, WholeBatch]):
+        self.piece, self.calls = piece, calls
         self.deviations: dict[str, tuple[Tensor, float]] = {}
 
     def __call__(self, call: Call, logits: Tensor) -> Tensor:
         """Stand in for the LastNorm."""
-        if call not in self.raw:  # activation checkpointing runs the head again, during the backward pass
-            if Call(call.head, 1) in self.raw:
+        if call not in self.calls:  # activation checkpointing runs the head again, during the backward pass
+            if Call(call.head, 1) in self.calls:
                 raise MicroBatchError(
                     f"{call.head}: this head is called several times in one forward and recomputed by activation "
                     "checkpointing, so it is not clear which call is recomputed. Leave the head out of the checkpoint"
                 )
             call = Call(call.head, 0)
-        self.compare(f"{call.head}: the logits", logits.detach(), self.raw[call])
-        return _KnownGradient.apply(logits, self.normed[call], self.grads[call])
+        whole, i = self.calls[call], self.piece.index
+        self.compare(f"{call.head}: the logits", logits.detach(), whole.raw_parts[i])
+        return _KnownGradient.apply(logits, whole.normed_parts[i], whole.grads[i])
 
     def compare(self, what: str, now: Tensor, then: Tensor) -> None:
         """Record how far something is from what it was the first time."""
@@ -194,15 +204,14 @@ class _KnownGradient(torch.autograd.Function):
         return ctx.grad, None, None
 
 
-def warn_if_regression(heads: dict[str, LastNorm], normed: dict[Call, list[Tensor]], loss: Tensor) -> None:
+def warn_if_regression(calls: dict[Call, WholeBatch], loss: Tensor) -> None:
     """Warn, once per LastNorm, if a regression loss is computed from its outputs, leaves of the loss's graph."""
-    for call, parts in normed.items():
-        watched = heads[call.head]._accumulation
-        if watched.loss_was_seen:
+    for call, whole in calls.items():
+        if whole.norm._accumulation.loss_was_seen:
             continue
-        outputs = {id(t) for t in parts}
+        outputs = {id(t) for t in whole.normed_parts}
         kind = regression_on(loss.grad_fn, lambda node, ids=outputs: id(getattr(node, "variable", None)) in ids)
         if kind:
             warn_of_regression(kind, call.head)
-    for call in normed:
-        heads[call.head]._accumulation.loss_was_seen = True
+    for whole in calls.values():
+        whole.norm._accumulation.loss_was_seen = True

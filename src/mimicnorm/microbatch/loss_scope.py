@@ -11,9 +11,16 @@ from torch import Tensor, nn
 from mimicnorm.errors import MicroBatchError, NonFiniteError
 from mimicnorm.layers import LastNorm
 from mimicnorm.layers.last_norm import refused, world_size
-from mimicnorm.microbatch.batches import MicroBatch
+from mimicnorm.microbatch.batches import MicroBatch, to_device
 from mimicnorm.microbatch.passes import Run, noted
-from mimicnorm.microbatch.probe_loss import IN_PARTS, ROUNDING, CannotTellError, LossProbe, require_one_number
+from mimicnorm.microbatch.probe_loss import (
+    IN_PARTS,
+    ROUNDING,
+    CannotTellError,
+    LossProbe,
+    is_plain_cross_entropy,
+    require_one_number,
+)
 
 _DENOMINATOR = "Let loss_fn return a sum over samples and give what to divide by: denominator=lambda targets: ..."
 
@@ -26,11 +33,13 @@ class LossScope:
     """The user's loss, and how many passes it takes.
 
     Attributes:
-        as_sum: Whether the loss has to be a sum over samples (with a denominator), else a mean.
+        kind: What the loss has to be over samples: a "sum" (with a denominator) or a "mean".
         asked: ``loss_in_pieces`` as given to ``backward``.
+        confined: Why the loss cannot see the whole batch, or nothing if it can.
         two_passes: Whether a pass without a graph comes first.
         in_pieces: Whether the loss sees one micro-batch at a time.
         probe: Compares the loss with itself, where it is to be computed in parts.
+        is_known_mean: Whether the loss needs no comparison.
         why_whole: Why the loss sees the whole batch although the model has no last BN.
         weight: The factor of each loss, or with means of each sample.
         foreign: The first targets of rank 0, and their number of samples.
@@ -45,7 +54,8 @@ class LossScope:
         loss_in_pieces: bool | None,
         scaler: Any,
     ):
-        self.loss_fn, self.run, self.as_sum, self.asked, self.scaler = loss_fn, run, as_sum, loss_in_pieces, scaler
+        self.loss_fn, self.run, self.asked, self.scaler = loss_fn, run, loss_in_pieces, scaler
+        self.kind = "sum" if as_sum else "mean"
         normalises = any(isinstance(m, LastNorm) and m.training for m in modules)
         if loss_in_pieces and normalises:
             raise MicroBatchError("loss_in_pieces=True: this loss normalises over the batch, so it must see it whole")
@@ -56,7 +66,8 @@ class LossScope:
         self.foreign: tuple[Any, int] | None = None
         alone = world_size() == 1 and len(run.pieces) == 1
         probed = not alone and (bool(self.confined) or not self.two_passes)
-        self.probe = LossProbe(loss_fn, as_sum, modules, run.random_state, run.device) if probed else None
+        self.probe = LossProbe(loss_fn, as_sum, modules, run) if probed else None
+        self.is_known_mean = not as_sum and is_plain_cross_entropy(loss_fn, run.pieces)
 
     def __call__(self, outputs: Any, targets: Any, samples: int, where: str) -> tuple[Tensor, Tensor]:
         """Return the loss to differentiate, and its value."""
@@ -70,8 +81,13 @@ class LossScope:
             )
         if not bool(loss.isfinite()):
             raise NonFiniteError(f"the loss is {loss.item()} for {where}")
-        loss = loss * (self.weight if self.as_sum else self.weight * samples)
+        loss = loss * (self.weight if self.kind == "sum" else self.weight * samples)
         return (loss if self.scaler is None else self.scaler.scale(loss)), loss.detach()
+
+    def of_piece(self, outputs: list[Any], piece: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return the same for one micro-batch, given the leaves of its output."""
+        targets = to_device(piece.targets, self.run.device)
+        return self(self.run.copied(outputs, piece), targets, piece.size, str(piece))
 
     def see_whole(self, why: str) -> None:
         """Let the loss see all samples of this rank at once."""
@@ -82,36 +98,41 @@ class LossScope:
     def check(self, outputs: Any, piece: MicroBatch) -> None:
         """Compare a micro-batch with the first one, given its outputs; raise if the loss is not a mean.
 
-        In one pass, the first micro-batch stands for all others, before a gradient is added. On one device,
-        ``WholeBatchNeededError`` is raised then.
+        In one pass, the first micro-batch is compared with the targets of all others, before a gradient is added.
+        Where the loss can see the whole batch, ``WholeBatchNeededError`` is raised.
         """
         probe, is_first = self.probe, piece.index == 0
         if probe is None:
             return
-        may_fall_back = is_first and not self.two_passes and not self.confined
         again = not is_first and not self.two_passes  # it was compared before, with mixtures of the first outputs
         try:
             if is_first:
                 why = self._compare_first(probe, outputs)
             else:
-                why = probe.compare(piece, outputs, 1 / 2 if again else ROUNDING)
+                why = probe.compare(piece.targets, piece.size, str(piece), outputs, 1 / 2 if again else ROUNDING)
         except Exception as error:
-            if may_fall_back:
+            cannot_tell = f"it cannot be told whether it is a {self.kind} over samples"
+            if is_first and not self.confined:
                 raise WholeBatchNeededError(
-                    f"it cannot be told whether it is a {self._kind} over samples (if it is, say so with "
-                    f"loss_in_pieces=True): {error}"
+                    f"{cannot_tell} (if it is, say so with loss_in_pieces=True): {error}"
                 ) from error
             if not isinstance(error, CannotTellError):
                 raise
-            if not again:
-                self._require_word(error)
-            return
-        if why and may_fall_back:
-            raise WholeBatchNeededError(f"it is not a {self._kind} over samples: for {why}")
+            if again:
+                return
+            self.probe = None
+            if self.asked:
+                return
+            raise MicroBatchError(
+                f"over {self.confined} loss_fn must be a {self.kind} over samples, and {cannot_tell}: {error}. "
+                "If it is, say so with loss_in_pieces=True"
+            ) from error
+        if why and not self.confined:
+            raise WholeBatchNeededError(f"it is not a {self.kind} over samples: for {why}")
         if why:
             raise MicroBatchError(
-                f"loss_fn is not a {self._kind} over samples, so it cannot be computed in parts "
-                f"({self.confined or 'one pass'}): for {why}. {self._advice()}"
+                f"loss_fn is not a {self.kind} over samples, so it cannot be computed in parts ({self.confined}): for "
+                f"{why}. {self._advice()}"
             )
         if probe.stateful and is_first and not self.two_passes:
             self._refuse_state(probe)
@@ -122,16 +143,7 @@ class LossScope:
         compared = [(p.targets, p.size, str(p)) for p in others if not self.two_passes]
         if self.foreign is not None:
             compared.append((*self.foreign, "the first micro-batch of rank 0"))
-        return next((why for samples in compared if (why := probe.compare_targets(*samples))), "")
-
-    def _require_word(self, error: CannotTellError) -> None:
-        """Go on without comparisons if the user has said that the loss is a mean, else raise."""
-        self.probe = None
-        if not self.asked:
-            raise MicroBatchError(
-                f"over {self.confined} loss_fn must be a {self._kind} over samples, and it cannot be told whether it "
-                f"is: {error}. If it is, say so with loss_in_pieces=True"
-            ) from error
+        return next((why for samples in compared if (why := probe.compare(*samples))), "")
 
     def _refuse_state(self, probe: LossProbe) -> None:
         if not self.asked:
@@ -145,16 +157,11 @@ class LossScope:
 
     def _advice(self) -> str:
         causes = "Class weights, targets to ignore and another reduction are usual causes"
-        if not self.confined:
-            return f"{causes}. Give loss_in_pieces=False"
-        remedy = "With denominator=, loss_fn must return the sum over its samples" if self.as_sum else _DENOMINATOR
+        of_sum = "With denominator=, loss_fn must return the sum over its samples"
+        remedy = of_sum if self.kind == "sum" else _DENOMINATOR
         whole = "; or leave loss_in_pieces out, so that it sees the whole batch" if world_size() == 1 else ""
         return f"{causes}. {remedy}{whole}"
 
     def explained(self) -> AbstractContextManager[None]:
         """Let an error say why the loss must see the whole batch."""
         return noted(self.why_whole and f"loss_fn must see the whole batch, because {self.why_whole}")
-
-    @property
-    def _kind(self) -> str:
-        return "sum" if self.as_sum else "mean"

@@ -22,6 +22,7 @@ Roots = Callable[[MicroBatch, list[Any], Replay], list[tuple[Tensor, Tensor | No
 """From a micro-batch, the leaves of its output and its replay to the tensors to differentiate, with their gradients."""
 
 COMPUTED = object()
+ADDED = "Gradients of this batch have been added: clear them"
 
 
 @dataclass
@@ -32,6 +33,9 @@ class Run:
         heads: The LastNorms of the model, by name.
         joins: Whether the outputs are joined, so that all must have the same structure.
         starts: The random state from which each micro-batch started in the first pass.
+        calls: The logits of each call of a head in the first pass, in an order that is the same on all ranks.
+        outputs: The leaves of each micro-batch's output in the first pass. In a model with heads, the place of a tensor
+            has the call of the head that returned it, or ``COMPUTED`` if something else did.
     """
 
     model: nn.Module
@@ -40,6 +44,8 @@ class Run:
     device: torch.device | None
     joins: bool = True
     starts: list[RandomState] = field(default_factory=list)
+    calls: dict[Call, WholeBatch] = field(default_factory=dict)
+    outputs: list[list[Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._accelerators = accelerators(self.model)
@@ -81,6 +87,10 @@ class Run:
         self._trees[piece.index] = tree
         return tree.leaves(output, str(piece))
 
+    def join_outputs(self) -> None:
+        """Let the outputs of all micro-batches be joined from here on, in the order of the first one's leaves."""
+        self.joins, self._trees = True, {i: tree for i, tree in self._trees.items() if i == 0}
+
     def structure(self, leaves: list[Any], piece: MicroBatch | None = None) -> Any:
         """Build the model's output from its leaves, for a micro-batch or for the whole batch."""
         return self._trees[0 if piece is None else piece.index].structure(leaves)
@@ -94,29 +104,9 @@ class Run:
         return [torch.cat(c) if isinstance(c[0], Tensor) else c[0] for c in zip(*parts, strict=True)]
 
 
-@dataclass
-class First:
-    """Results of the first pass.
-
-    Attributes:
-        heads: The raw logits of each call of a head, in an order that is the same on all ranks.
-        outputs: The leaves of each micro-batch's output. In a model with heads, a tensor is not kept: its place has
-            the call of the head that returned it, or ``COMPUTED`` if something else did.
-    """
-
-    heads: dict[Call, WholeBatch]
-    outputs: list[list[Any]]
-
-    @property
-    def direct(self) -> bool:
-        """Whether the outputs are normalised logits, all of them and nothing else."""
-        sources = [{t for t in outputs if isinstance(t, Call) or t is COMPUTED} for outputs in self.outputs]
-        return all(s == self.heads.keys() for s in sources)
-
-
-def first_pass(run: Run) -> First:
-    """Run every micro-batch without a graph and keep the raw logits, or without heads the outputs."""
-    outputs, logits = [], []
+def first_pass(run: Run) -> None:
+    """Run every micro-batch without a graph and store the raw logits in ``run.calls``, or without heads the outputs."""
+    logits = []
     with torch.no_grad():
         for piece in run.pieces:
             run.starts.append(run.random_state())
@@ -124,12 +114,13 @@ def first_pass(run: Run) -> First:
             with standing_in(run.heads, capture):
                 in_order = run.forward(piece)
             require_inputs_unchanged(piece, versions)
-            if run.heads:
-                in_order = [capture.source(t) or COMPUTED if isinstance(t, Tensor) else t for t in in_order]
-            outputs.append(in_order)
+            for i, t in enumerate(in_order):
+                if isinstance(t, Tensor):  # detached: it may be an input that requires a gradient
+                    in_order[i] = capture.source(t) or COMPUTED if run.heads else t.detach()
+            run.outputs.append(in_order)
             logits.append(capture.logits)
     torch.clear_autocast_cache()  # weights that were cast without a graph must not be used in the pass with one
-    for piece, of_piece, in_order in zip(run.pieces, logits, outputs, strict=True):
+    for piece, of_piece, in_order in zip(run.pieces, logits, run.outputs, strict=True):
         if of_piece.keys() != logits[0].keys():
             names = sorted({call.head for call in of_piece.keys() ^ logits[0].keys()})
             raise MicroBatchError(
@@ -140,47 +131,40 @@ def first_pass(run: Run) -> First:
             require_finite(call.head, [of_call], piece)
         if not run.heads:
             require_finite("", in_order, piece)
-    heads = {c: WholeBatch(run.heads[c.head], [of_piece[c] for of_piece in logits]) for c in sorted(logits[0])}
-    return First(heads, outputs)
+    run.calls = {c: WholeBatch(run.heads[c.head], [of_piece[c] for of_piece in logits]) for c in sorted(logits[0])}
 
 
-def outputs_of(run: Run, first: First, normed: dict[Call, list[Tensor]]) -> Iterator[list[Any]]:
+def outputs_of(run: Run) -> Iterator[list[Any]]:
     """Yield the leaves of each micro-batch's output, attached to the normalised logits."""
-    if not run.heads:
-        yield from first.outputs
-        return
-    if first.direct:
-        for i, outputs in enumerate(first.outputs):
-            yield [normed[t][i] if isinstance(t, Call) else t for t in outputs]
+    sources = [{t for t in outputs if isinstance(t, Call) or t is COMPUTED} for outputs in run.outputs]
+    if all(s == run.calls.keys() for s in sources):  # the outputs are normalised logits and nothing else, or no heads
+        for i, outputs in enumerate(run.outputs):
+            yield [run.calls[t].normed_parts[i] if isinstance(t, Call) else t for t in outputs]
         return
     # Something follows the LastNorms, or does not pass them: run it on the normalised logits. Only that part builds a
     # graph, because all parameters are frozen.
     now = run.random_state()
     for i, piece in enumerate(run.pieces):
         run.starts[i].restore()
-        feed = Feed({c: parts[i] for c, parts in normed.items()})
-        with _frozen(run.model), torch.enable_grad(), standing_in(run.heads, feed):
+        with _frozen(run.model), torch.enable_grad(), standing_in(run.heads, Feed(piece, run.calls)):
             outputs = run.forward(piece, detach=True)
         yield outputs
     torch.clear_autocast_cache()
     now.restore()
 
 
-def graph_pass(run: Run, roots: Roots, heads: dict[Call, WholeBatch], grads: dict[Call, list[Tensor]]) -> None:
+def graph_pass(run: Run, roots: Roots) -> None:
     """Run every micro-batch with a graph, and add its part of the gradient.
 
     This is the only pass if the loss is a mean over samples that do not depend on each other, else the second one,
-    in which the LastNorms are replaced by the values (``heads``) and gradients dL/dlogits (``grads``) that are known
-    from the first.
+    in which the LastNorms are replaced by the values and gradients that are known from the first.
     """
     replays, end = [], run.random_state()
-    raw, normed = {c: h.pieces(h.raw) for c, h in heads.items()}, {c: h.pieces(h.normed) for c, h in heads.items()}
     for i, piece in enumerate(run.pieces):
         if run.starts:
             run.starts[i].restore()
-        replay = Replay(piece, *({c: parts[i] for c, parts in of_all.items()} for of_all in (raw, normed, grads)))
-        added = "Gradients of this batch have been added: clear them" if run.starts or i > 0 else ""
-        with noted(added), standing_in(run.heads, replay):
+        replay = Replay(piece, run.calls)
+        with noted(ADDED if run.starts or i > 0 else ""), standing_in(run.heads, replay):
             outputs = run.forward(piece)
             chosen = [(t, grad) for t, grad in roots(piece, outputs, replay) if t.requires_grad]
             del outputs

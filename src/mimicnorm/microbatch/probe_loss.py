@@ -3,8 +3,8 @@
 Only a mean (or a sum, with a ``denominator``) may be computed one micro-batch at a time. A loss that compares samples
 with each other, or divides by a weight that differs between micro-batches, gives something else together than apart:
 in its value or in its gradient at the outputs. The targets are the actual ones. Where outputs are not computed yet,
-mixtures of the first micro-batch's samples are used. Nothing of this leaves a trace: random generators, and the buffers
-and attributes of the modules that a loss calls, are put back.
+mixtures of the first micro-batch's samples are used. Random generators, and the buffers and attributes of the modules
+that a loss calls, are restored afterwards.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mimicnorm.errors import MicroBatchError, NonFiniteError
@@ -23,7 +24,8 @@ from mimicnorm.layers.last_norm import refused
 from mimicnorm.microbatch.batches import MicroBatch, counts_samples, join, mix, to_device
 from mimicnorm.microbatch.guards import is_inexact
 from mimicnorm.microbatch.heads import standing_in
-from mimicnorm.microbatch.replay import RandomState, full_precision
+from mimicnorm.microbatch.passes import Run
+from mimicnorm.microbatch.replay import full_precision
 from mimicnorm.microbatch.snapshot import Snapshot
 from mimicnorm.microbatch.trees import leaves, map_tensors
 
@@ -35,6 +37,19 @@ IN_PARTS = "this LastNorm is inside loss_fn, where it would see one micro-batch 
 
 class CannotTellError(Exception):
     """A loss cannot be compared: it raises, is not finite, draws random numbers or keeps a state."""
+
+
+def is_plain_cross_entropy(loss_fn: Any, pieces: list[MicroBatch]) -> bool:
+    """Whether a loss is torch's own cross entropy, a mean over samples: no weights, and no target is ignored."""
+    ignored = -100
+    if type(loss_fn) is nn.CrossEntropyLoss:
+        hooks = loss_fn._forward_hooks or loss_fn._forward_pre_hooks
+        if hooks or loss_fn.weight is not None or loss_fn.reduction != "mean" or "forward" in vars(loss_fn):
+            return False
+        ignored = loss_fn.ignore_index
+    elif loss_fn is not F.cross_entropy:
+        return False
+    return all(isinstance(p.targets, Tensor) and not bool((p.targets == ignored).any()) for p in pieces)
 
 
 @dataclass
@@ -57,64 +72,49 @@ class LossProbe:
         stateful: Classes of the modules whose state a call of the loss changes.
     """
 
-    def __init__(
-        self,
-        loss_fn: Callable,
-        as_sum: bool,
-        modules: list[nn.Module],
-        random_state: Callable[[], RandomState],
-        device: torch.device | None,
-    ):
-        self.loss_fn, self.as_sum, self.modules, self.device = loss_fn, as_sum, modules, device
+    _first: _Samples
+
+    def __init__(self, loss_fn: Callable, as_sum: bool, modules: list[nn.Module], run: Run):
+        self.loss_fn, self.as_sum, self.modules, self.run = loss_fn, as_sum, modules, run
         self._norms = {str(i): m for i, m in enumerate(modules) if isinstance(m, LastNorm)}
-        self._random_state, self._random = random_state, random_state()
+        self._random = run.random_state()
         self.stateful: set[str] = set()
-        self._first: tuple[_Samples, Tensor, list[Tensor]] | None = None
 
     def begin(self, outputs: Any, piece: MicroBatch) -> None:
         """Take the first micro-batch; whatever its loss raises is raised."""
-        first = self._samples(outputs, piece.targets, piece.size, str(piece))
-        self._first = first, *self._evaluate(first)
-        if not bool(self._first[1].isfinite()):
-            raise NonFiniteError(f"the loss is {self._first[1].item()} for {piece}")
+        self._first = self._samples(outputs, piece.targets, piece.size, str(piece))
+        loss, _ = self._evaluate(self._first)
+        if not bool(loss.isfinite()):
+            raise NonFiniteError(f"the loss is {loss.item()} for {piece}")
 
-    def compare(self, piece: MicroBatch, outputs: Any, power: float) -> str:
-        """Compare the first micro-batch with another one; return what differs by more than eps ** power, or nothing."""
-        actual = self._samples(outputs, piece.targets, piece.size, str(piece))
-        return self._compare(actual, actual, power)
+    def compare(self, targets: Any, size: int, name: str, outputs: Any = None, power: float = ROUNDING) -> str:
+        """Compare the first micro-batch with other samples; return what differs by more than eps ** power, or nothing.
 
-    def compare_targets(self, targets: Any, size: int, name: str) -> str:
-        """Compare the first micro-batch with mixtures of its samples that have other targets."""
-        assert self._first is not None
-        return self._compare(self._mixed(self._first[0], targets, size, name), self._first[0], ROUNDING)
-
-    def _compare(self, other: _Samples, actual: _Samples, power: float) -> str:
-        """Compare the first micro-batch with another one or, if they cannot be joined, ``actual`` with itself."""
-        assert self._first is not None
-        one, loss_of_one, grads_of_one = self._first
-        try:
+        Without outputs, mixtures of the first ones are taken. What cannot be joined with the first micro-batch is
+        compared with mixtures of its own samples.
+        """
+        one = self._first
+        other = self._samples(mix(one.outputs, one.size, size) if outputs is None else outputs, targets, size, name)
+        both = _both(one, other)
+        if both is None:
+            one = one if outputs is None else other
+            mixed = mix(one.outputs, one.size, one.size)
+            other = self._samples(mixed, one.targets, one.size, "mixtures of its samples")
             both = _both(one, other)
-            if both is None:
-                one = actual
-                loss_of_one, grads_of_one = self._evaluate(one)
-                other = self._mixed(one, one.targets, one.size, "mixtures of its samples")
-                both = _both(one, other)
-                assert both is not None
-            loss_of_other, grads_of_other = self._evaluate(other)
-            together, grads = self._evaluate(both)
+        try:
+            assert both is not None
+            evaluated = [self._evaluate(samples) for samples in (one, other, both)]
         except Exception as error:
             raise CannotTellError(f"it raised {type(error).__name__} for {other.name} ({error})") from error
         shares = [1.0, 1.0] if self.as_sum else [one.size / both.size, other.size / both.size]
-        apart = [share * g for share, part in zip(shares, (grads_of_one, grads_of_other), strict=True) for g in part]
-        why = _loss_differs(together, [loss_of_one, loss_of_other], shares, both.leaves, grads, power)
-        why = why or _gradient_differs(grads, apart, together, power)
-        if why and not torch.equal(self._evaluate(one)[0], self._evaluate(one, calls=2)[0]):
+        why = _loss_differs(evaluated, shares, both.leaves, power) or _gradient_differs(evaluated, shares, power)
+        if why and not torch.equal(evaluated[0][0], self._evaluate(one, calls=2)[0]):
             raise CannotTellError("it draws random numbers or keeps a state")
         return f"{both.name}, {why}" if why else ""
 
     def _evaluate(self, samples: _Samples, calls: int = 1) -> tuple[Tensor, list[Tensor]]:
         """Return the loss and its gradient at the outputs, always from the same random state."""
-        now, snapshot = self._random_state(), Snapshot(self.modules)
+        now, snapshot = self.run.random_state(), Snapshot(self.modules)
         for module in self.modules:  # it would wait for the other ranks
             module.training = module.training and not isinstance(module, nn.SyncBatchNorm)
         try:
@@ -126,7 +126,7 @@ class LossProbe:
             require_one_number(loss, samples.name)
             if not loss.requires_grad or not samples.leaves:
                 return loss.detach(), [torch.zeros_like(t) for t in samples.leaves]
-            with full_precision(self.device):
+            with full_precision(self.run.device):
                 grads = torch.autograd.grad(loss, samples.leaves, materialize_grads=True)
             return loss.detach(), list(grads)
         finally:
@@ -136,10 +136,7 @@ class LossProbe:
     def _samples(self, outputs: Any, targets: Any, size: int, name: str) -> _Samples:
         outputs = map_tensors(lambda t: t.detach().clone().requires_grad_(is_inexact(t)), outputs)
         at = [t for t in leaves(outputs) if counts_samples(t, Tensor) and t.requires_grad]
-        return _Samples(outputs, to_device(targets, self.device), size, name, at)
-
-    def _mixed(self, like: _Samples, targets: Any, size: int, name: str) -> _Samples:
-        return self._samples(mix(like.outputs, like.size, size), targets, size, name)
+        return _Samples(outputs, to_device(targets, self.run.device), size, name, at)
 
 
 def require_one_number(loss: Any, where: str) -> None:
@@ -164,23 +161,24 @@ def _both(one: _Samples, other: _Samples) -> _Samples | None:
     return _Samples(outputs, targets, sum(sizes), name, one.leaves + other.leaves)
 
 
-def _loss_differs(
-    together: Tensor, parts: list[Tensor], shares: list[float], leaves: list[Tensor], grads: list[Tensor], power: float
-) -> str:
+def _loss_differs(evaluated: list[tuple[Tensor, list]], shares: list[float], leaves: list[Tensor], power: float) -> str:
+    losses, grads = [loss for loss, _ in evaluated], evaluated[2][1]
     # Terms may cancel in the loss: their size is that of outputs times gradients.
-    terms = sum(((t.detach() * g).abs().sum() for t, g in zip(leaves, grads, strict=True)), torch.zeros_like(together))
-    whole, first, second, size = torch.stack([together, *parts, terms.to(together)]).flatten().tolist()
+    terms = [(t.detach() * g).abs().sum().to(losses[0]) for t, g in zip(leaves, grads, strict=True)]
+    first, second, together, *sizes = torch.stack([t.flatten() for t in (*losses, *terms)]).flatten().tolist()
     apart = shares[0] * first + shares[1] * second
-    if not math.isfinite(whole + apart):
-        raise CannotTellError(f"it is {whole:.6g} for two micro-batches together and {apart:.6g} apart")
-    if abs(whole - apart) <= _precision(together, power) * max(abs(whole), abs(first), abs(second), size):
+    if not math.isfinite(together + apart):
+        raise CannotTellError(f"it is {together:.6g} for two micro-batches together and {apart:.6g} apart")
+    if abs(together - apart) <= _precision(losses[2], power) * max(abs(together), abs(first), abs(second), sum(sizes)):
         return ""
-    return f"the loss is {whole:.6g}, but {apart:.6g} from each by itself"
+    return f"the loss is {together:.6g}, but {apart:.6g} from each by itself"
 
 
-def _gradient_differs(together: list[Tensor], apart: list[Tensor], loss: Tensor, power: float) -> str:
-    largest = max((_largest(g) for g in together), default=0.0)
-    for got, expected in zip(together, apart, strict=True):
+def _gradient_differs(evaluated: list[tuple[Tensor, list]], shares: list[float], power: float) -> str:
+    (_, of_one), (_, of_other), (loss, grads) = evaluated
+    apart = [shares[0] * g for g in of_one] + [shares[1] * g for g in of_other]
+    largest = max((_largest(g) for g in grads), default=0.0)
+    for got, expected in zip(grads, apart, strict=True):
         same = (got == expected) | (got.isnan() & expected.isnan())
         off, scale = _largest((got - expected).masked_fill(same, 0)), max(_largest(got), _largest(expected))
         if not off <= max(_precision(got, power), _precision(loss, power)) * scale + _precision(got, 1) * largest:
