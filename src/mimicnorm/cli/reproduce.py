@@ -34,6 +34,12 @@ class Reproduce:
     """Runs to train at once, each with its share of the threads."""
     device: str = "auto"
     """cpu, cuda, ...; auto is the GPU if there is one."""
+    gpus: int = 1
+    """GPUs of one run; several train it together."""
+    launcher: Literal["local", "slurm"] = "local"
+    """local: processes here. slurm: jobs, through submitit."""
+    slurm: tuple[str, ...] = ()
+    """What sbatch needs, as NAME=VALUE: slurm_partition=gpu timeout_min=600."""
     max_steps: int | None = None
     """End every run after so many steps: a trial of the whole path, which is not on the page."""
 
@@ -42,6 +48,7 @@ class Reproduce:
         from mimicnorm.paper.published import ITEM_NAMES
 
         positive_int(self.jobs, "--jobs")
+        positive_int(self.gpus, "--gpus")
         if self.max_steps is not None:
             positive_int(self.max_steps, "--max-steps")
         known = (*ITEM_NAMES, "list", "all")
@@ -59,8 +66,12 @@ class Reproduce:
         if self.item == "list":
             Console().print(self._listed())
             return
-        options = ("results", "runs", "jobs", "data_dir", "device", "max_steps")
+        options = ("results", "runs", "jobs", "data_dir", "device", "max_steps", "gpus")
         where: dict[str, Any] = {name: getattr(self, name) for name in options}
+        if self.launcher == "slurm":
+            from mimicnorm.training.slurm import Slurm
+
+            where["launcher"] = Slurm(self.runs / "slurm", self.gpus, self.slurm)
         for item in ITEMS if self.item == "all" else (self.item,):
             data = reproduce(item, self.scale, **where)
             table = Table("claim", "verdict", "measured", title=f"{item}: {data['title']}, {self.scale} scale")

@@ -15,6 +15,7 @@ from mimicnorm.paper.items import ITEMS
 from mimicnorm.paper.scales import SCALES, Setting
 from mimicnorm.training.cache import trained
 from mimicnorm.training.state import write_json
+from mimicnorm.training.sweep import Launcher
 
 
 def reproduce(
@@ -28,6 +29,8 @@ def reproduce(
     device: str = "auto",
     max_steps: int | None = None,
     images: str = "mnist",
+    launcher: Launcher | None = None,
+    gpus: int = 1,
 ) -> dict[str, Any]:
     """Train an item's runs, and write ``RESULTS/paper/ITEM-SCALE.json``: rows, verdicts, and the key of every run.
 
@@ -43,6 +46,8 @@ def reproduce(
         device: "auto" is the GPU if there is one.
         max_steps: End every run after so many steps: a trial of the whole path, written under a name of its own.
         images: The data set whose images go through random networks.
+        launcher: What starts a run, such as ``training.slurm.Slurm``; None is a process here.
+        gpus: Of one run.
 
     Example:
         >>> reproduce("table2", data_dir="data", jobs=2)["verdicts"]  # doctest: +SKIP
@@ -58,7 +63,8 @@ def reproduce(
         asked = stage(size, done)
         recipes |= asked
         if not out_of_reach:
-            done |= trained(asked, results, runs, jobs=jobs, data_dir=data_dir, device=device)
+            how: dict[str, Any] = {"data_dir": data_dir, "device": device, "launcher": launcher, "gpus": gpus}
+            done |= trained(asked, results, runs, jobs=jobs, **how)
     rows = chosen.rows(done, setting)
     folder = Path(results) / "paper"
     folder.mkdir(parents=True, exist_ok=True)

@@ -19,7 +19,7 @@ import torch
 import mimicnorm
 from mimicnorm.training.recipes import Recipe
 from mimicnorm.training.state import METRICS, write_json
-from mimicnorm.training.sweep import folder_of, run_all
+from mimicnorm.training.sweep import Launcher, folder_of, run_all
 
 
 def trained(
@@ -30,6 +30,8 @@ def trained(
     jobs: int = 1,
     data_dir: str | Path | None = None,
     device: str = "auto",
+    launcher: Launcher | None = None,
+    gpus: int = 1,
 ) -> dict[str, dict[str, Any]]:
     """Train what is not finished; return every run by its label: recipe, status, step, history, steps, versions.
 
@@ -40,9 +42,12 @@ def trained(
         jobs: Runs to train at once.
         data_dir: Where the data is.
         device: "auto" is the GPU if there is one.
+        launcher: As for ``run_all``.
+        gpus: As for ``run_all``.
     """
     missing = {label: r for label, r in recipes.items() if not cache_file(r, results).exists()}
-    with closing(run_all(missing, runs, jobs, data_dir=data_dir, device=device)) as sweep:
+    how: dict[str, Any] = {"data_dir": data_dir, "device": device, "launcher": launcher, "gpus": gpus}
+    with closing(run_all(missing, runs, jobs, **how)) as sweep:
         for label, result in sweep:
             if result.status == "interrupted":
                 continue
