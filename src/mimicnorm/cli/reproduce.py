@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,58 +27,85 @@ class Reproduce:
     data_dir: Path | None = None
     """Where the data is; else the environment variable MIMICNORM_DATA, else the hub."""
     results: Path = Path("results")
-    """Where finished runs (runs/KEY.json), items (paper/ITEM-SCALE.json) and the page (paper/results.md) are."""
+    """Where finished runs (runs/KEY.json), items (paper/ITEM-SCALE.json) and the page (paper/results.md, .html) are."""
     runs: Path = Path("runs")
     """Where runs on their way are."""
     jobs: int = 1
     """Runs to train at once, each with its share of the threads."""
     device: str = "auto"
     """cpu, cuda, ...; auto is the GPU if there is one."""
+    gpus: int = 1
+    """GPUs of one run; several train it together."""
+    launcher: Literal["local", "slurm"] = "local"
+    """local: processes here. slurm: jobs, through submitit."""
+    slurm: tuple[str, ...] = ()
+    """What sbatch needs, as NAME=VALUE: slurm_partition=gpu timeout_min=600."""
+    max_steps: int | None = None
+    """End every run after so many steps: a trial of the whole path, which is not on the page."""
 
     def check_names(self) -> None:
         """Refuse an unknown item before torch is loaded for training."""
-        from mimicnorm.paper import ITEMS
+        from mimicnorm.paper.published import ITEM_NAMES
 
         positive_int(self.jobs, "--jobs")
-        if self.item not in (*ITEMS, "list", "all"):
-            raise NameNotFoundError(f"there is no item {self.item!r}.", self.item, (*ITEMS, "list", "all"))
+        positive_int(self.gpus, "--gpus")
+        if self.max_steps is not None:
+            positive_int(self.max_steps, "--max-steps")
+        known = (*ITEM_NAMES, "list", "all")
+        if self.item not in known:
+            raise NameNotFoundError(f"there is no item {self.item!r}.", self.item, known)
 
     def run(self) -> None:
         """List the items, or run them and write the page."""
         from rich.table import Table
 
         from mimicnorm.cli.console import Console
-        from mimicnorm.paper import ITEMS, reproduce
-        from mimicnorm.paper.page import page
+        from mimicnorm.paper import ITEMS, page, reproduce
         from mimicnorm.training.state import write_atomically
 
         if self.item == "list":
             Console().print(self._listed())
             return
-        where: dict[str, Any] = {"results": self.results, "runs": self.runs, "jobs": self.jobs}
+        options = ("results", "runs", "jobs", "data_dir", "device", "max_steps", "gpus")
+        where: dict[str, Any] = {name: getattr(self, name) for name in options}
+        if self.launcher == "slurm":
+            from mimicnorm.training.slurm import Slurm
+
+            where["launcher"] = Slurm(self.runs / "slurm", self.gpus, self.slurm)
         for item in ITEMS if self.item == "all" else (self.item,):
-            data = reproduce(item, self.scale, data_dir=self.data_dir, device=self.device, **where)
+            data = reproduce(item, self.scale, **where)
             table = Table("claim", "verdict", "measured", title=f"{item}: {data['title']}, {self.scale} scale")
             for verdict in data["verdicts"]:
                 table.add_row(verdict["claim"], verdict["verdict"], verdict["evidence"])
             Console().print(table)
-        path = self.results / "paper" / "results.md"
-        write_atomically(path, page(self.results).encode())
-        print(f"wrote {path}")
+        for ending, text in (("md", page.markdown(self.results)), ("html", page.html(self.results))):
+            path = self.results / "paper" / f"results.{ending}"
+            write_atomically(path, text.encode())
+            print(f"wrote {path}")
 
     def _listed(self) -> Any:
+        """Return a table of the items: runs, and hours of training, estimated for those that are not finished."""
         from rich.table import Table
 
         from mimicnorm.paper import ITEMS, SCALES
         from mimicnorm.training.cache import finished_runs
 
-        table = Table(title=f"{self.scale} scale")
+        table = Table(title=f"{self.scale} scale, hours of training one run after the other")
         table.add_column("item", no_wrap=True)
-        for column in ("shows", "runs", "finished", "hours of those"):
+        for column in ("shows", "runs", "finished", "hours so far", "hours left"):
             table.add_column(column)
+        scale, hours = SCALES[self.scale], {}
         for name, item in ITEMS.items():
-            recipes = item.recipes(SCALES[self.scale])
-            done = finished_runs(recipes, self.results)
-            hours = sum(line.get("seconds") or 0.0 for run in done.values() for line in run["history"]) / 3600
-            table.add_row(name, item.title, str(len(recipes)), str(len(done)), f"{hours:.1f}")
+            done: dict[str, Any] = {}
+            for stage in item.stages:
+                done |= finished_runs(stage(scale, done), self.results)
+            recipes = item.recipes(scale, done)
+            for run in done.values():
+                spent = sum(line.get("seconds") or 0.0 for line in run["history"]) / 3600
+                hours.setdefault(run["recipe"]["model"], []).append(spent / max(len(run["history"]), 1))
+            left = [r for label, r in recipes.items() if label not in done]
+            known = [statistics.mean(hours[r.model]) * r.epochs for r in left if r.model in hours]
+            so_far = sum(line.get("seconds") or 0.0 for run in done.values() for line in run["history"]) / 3600
+            estimate = "-" if not left else f"about {sum(known):.1f}" if len(known) == len(left) else "not known yet"
+            table.add_row(name, item.title, str(len(recipes)), str(len(done)), f"{so_far:.1f}", estimate)
         return table

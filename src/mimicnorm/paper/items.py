@@ -1,61 +1,20 @@
-"""The items that train: each is a dict of recipes and a function from their runs to the item's rows.
-
-Items share runs: a curve of an ablation is the same recipe as a cell of Table 1, so it is trained once.
-"""
+"""Every table and figure of the paper as an item: recipes, a reducer from runs to rows, claims, a table, a figure."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from mimicnorm.paper.published import TABLE1, TABLE2, TABLE3
-from mimicnorm.training.recipes import Recipe, recipe
+from mimicnorm.paper import appendix_c, claims, figures, memory, parity, signals, tables, variance
+from mimicnorm.paper.published import TABLE1, TABLE3
+from mimicnorm.paper.scales import Rows, Runs, Scale, Setting
+from mimicnorm.paper.tables import Stage
+from mimicnorm.paper.verdicts import NEEDS_GPUS, UNDECIDED, Judgement, at_desk
+from mimicnorm.training.recipes import Recipe
 
-Runs = Mapping[str, Mapping[str, Any]]
-"""By label: ``recipe``, ``status``, ``step`` and ``history`` of a finished run."""
-
-GUESSING = 1.0
-"""Accuracy of guessing among CIFAR-100's classes, in percent."""
-_PAPER_SETTINGS = {"mimicnorm": ("logit_scale=false",), "last-bn": ("logit_scale=false",)}
-
-
-@dataclass(frozen=True)
-class Scale:
-    """How large the runs of an item are.
-
-    Attributes:
-        suffix: Of the recipes' names.
-        changes: Fields that differ from those recipes, for every network.
-        seeds: How many, by network; ``default`` for the others.
-        default: Seeds of networks that ``seeds`` does not name.
-    """
-
-    suffix: str = ""
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    seeds: Mapping[str, int] = field(default_factory=dict)
-    default: int = 3
-
-    def recipe(self, data: str, network: str, method: str, **changes: Any) -> Recipe:
-        """Return a recipe with the settings of the paper's authors."""
-        fields = {**self.changes, "settings": _PAPER_SETTINGS.get(method, ()), **changes}
-        return recipe(f"{data}-{network}{self.suffix}", method=method, **fields)
-
-    def seeds_of(self, network: str) -> range:
-        """Return the seeds that a network is trained with."""
-        return range(self.seeds.get(network, self.default))
-
-
-SCALES = {
-    "desk": Scale(
-        suffix="-desk",  # a quarter of the width, 12 epochs
-        changes={"limit": 10_000, "test_limit": 5000, "precision": "bf16"},
-        seeds={"resnet50": 2, "vgg16": 2},
-    ),
-    "paper": Scale(),
-}
-"""``desk``: narrow networks on a fifth of CIFAR-100, minutes per run on one core. ``paper``: the paper's recipes."""
+Claims = Callable[[Rows], list[Judgement]]
 
 
 @dataclass(frozen=True)
@@ -64,106 +23,128 @@ class Item:
 
     Attributes:
         title: What it shows.
-        recipes: The runs it needs at a scale, by label.
-        rows: From those runs that are finished to the item's rows.
-        needs_gpus: Whether even its desk scale is out of reach of a CPU.
+        rows: From the runs that are finished to the item's rows; an item without stages computes them.
+        claims: About training: from rows to judgements.
+        facts: About what is computed, not trained: from rows to judgements.
+        stages: The recipes it needs, by label. A later stage sees the runs of those before.
+        draw: Draws the rows to a file.
+        needs_gpus: Whether its training is out of reach of a CPU at any scale.
     """
 
     title: str
-    recipes: Callable[[Scale], dict[str, Recipe]]
-    rows: Callable[[Runs], list[dict[str, Any]]]
+    rows: Callable[[Runs, Setting], list[dict[str, Any]]]
+    claims: Claims | None = None
+    facts: Claims | None = None
+    stages: tuple[Stage, ...] = ()
+    draw: Callable[[Rows, Path, Setting], None] | None = None
     needs_gpus: bool = False
 
+    def recipes(self, scale: Scale, runs: Runs) -> dict[str, Recipe]:
+        """Return all recipes that are known, given the runs that are finished."""
+        return {label: r for stage in self.stages for label, r in stage(scale, runs).items()}
 
-# -- recipes -----------------------------------------------------------------------------------------------------
+    def judge(self, scale: str, rows: Rows, ran: bool = True) -> list[Judgement]:
+        """Judge the item's claims.
 
+        Args:
+            scale: "desk" or "paper". Training at desk scale can confirm no more than a direction.
+            rows: What was measured.
+            ran: Whether anything was trained.
 
-def _grid(scale: Scale, data: str, methods: Mapping[str, Any]) -> dict[str, Recipe]:
-    return {
-        f"{data} {network} {method} seed {seed}": scale.recipe(data, network, method, seed=seed)
-        for network in methods
-        for seed in scale.seeds_of(network)
-        for method in methods[network]
-    }
-
-
-def _table1(scale: Scale) -> dict[str, Recipe]:
-    return _grid(scale, "cifar100", TABLE1)
-
-
-def _table2(scale: Scale) -> dict[str, Recipe]:
-    """Ten epochs at a constant rate: in the paper's recipe no milestone comes before epoch 80."""
-    start = {"epochs": 10, "warmup": 0.2, "milestones": ()}
-    return {
-        f"vgg16 {method} lr {lr}": scale.recipe("cifar100", "vgg16", method, lr=lr, **start)
-        for lr in TABLE2
-        for method in TABLE2[lr]
-    }
-
-
-def _table3(scale: Scale) -> dict[str, Recipe]:
-    return _grid(Scale(default=1, changes=scale.changes if not scale.suffix else {}), "imagenet", TABLE3)
-
-
-def _ablation(*networks: str) -> Callable[[Scale], dict[str, Recipe]]:
-    methods = ("batchnorm", "mimicnorm", "weight-mean", "last-bn", "nonorm")
-
-    def recipes(scale: Scale) -> dict[str, Recipe]:
-        chosen = {n: (*methods, *["fixup"] * n.startswith("resnet")) for n in networks}
-        return _grid(scale, "cifar100", chosen)
-
-    return recipes
-
-
-# -- rows --------------------------------------------------------------------------------------------------------
-
-
-def best_top1(run: Mapping[str, Any]) -> float:
-    """Return the best accuracy of any epoch, in percent; that of guessing for a run that diverged in the first."""
-    return max((100 * line["top1"] for line in run["history"]), default=GUESSING)
-
-
-def accuracies(runs: Runs) -> list[dict[str, Any]]:
-    """Return a row per network and method: final accuracies in percent, and how many runs diverged."""
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for run in runs.values():
-        model, method = run["recipe"]["model"], run["recipe"]["method"]
-        row = rows.setdefault((model, method), {"network": model, "method": method, "top1": [], "diverged": 0})
-        if run["status"] == "done":
-            row["top1"].append(100 * run["history"][-1]["top1"])
-        else:
-            row["diverged"] += 1
-    return list(rows.values())
-
-
-def by_rate(runs: Runs) -> list[dict[str, Any]]:
-    """Return a row per learning rate: the best accuracy of each method, in percent."""
-    rows: dict[float, dict[str, Any]] = {}
-    for run in runs.values():
-        lr = run["recipe"]["lr"]
-        rows.setdefault(lr, {"lr": lr})[run["recipe"]["method"]] = best_top1(run)
-    return [rows[lr] for lr in sorted(rows)]
-
-
-def curves(runs: Runs) -> list[dict[str, Any]]:
-    """Return a row per network and method: the mean accuracy after each epoch, over the seeds that got there."""
-    histories: dict[tuple[str, str], list[list[float]]] = {}
-    for run in runs.values():
-        history = [100 * line["top1"] for line in run["history"]]
-        histories.setdefault((run["recipe"]["model"], run["recipe"]["method"]), []).append(history)
-    rows = []
-    for (network, method), group in histories.items():
-        longest = max(map(len, group))
-        reached = [[h[epoch] for h in group if len(h) > epoch] for epoch in range(longest)]
-        rows.append({"network": network, "method": method, "top1": [statistics.mean(epoch) for epoch in reached]})
-    return rows
+        Example:
+            >>> rows = [{"network": "vgg11", "method": m, "top1": [60.0, 60.4, 60.2], "diverged": 0}
+            ...         for m in ("batchnorm", "mimicnorm")]
+            >>> ITEMS["table1"].judge("paper", rows)[0].verdict
+            'holds'
+        """
+        judged: list[Judgement] = []
+        if self.claims is not None and ran:
+            judged = [at_desk(j) if scale == "desk" else j for j in self.claims(rows)]
+        elif self.claims is not None:
+            verdict = NEEDS_GPUS if self.needs_gpus else UNDECIDED
+            judged = [Judgement("every claim about training", verdict, "not run")]
+        return judged if self.facts is None else [*judged, *self.facts(rows)]
 
 
 ITEMS = {
-    "table1": Item("CIFAR-100, six networks: accuracy", _table1, accuracies),
-    "table2": Item("VGG16 at seven learning rates: best accuracy in ten epochs", _table2, by_rate),
-    "table3": Item("ImageNet, five networks: accuracy", _table3, accuracies, needs_gpus=True),
-    "figure-vgg-ablation": Item("VGG16: both parts, each alone, none", _ablation("vgg16"), curves),
-    "figure-resnet-ablation": Item("ResNet18 and 50: the same", _ablation("resnet18", "resnet50"), curves),
+    "table1": Item(
+        "CIFAR-100, six networks: accuracy and memory",
+        memory.with_memory("cifar100", TABLE1, tables.accuracies),
+        claims.table1,
+        claims.memory(TABLE1),
+        (tables.table1,),
+    ),
+    "table2": Item(
+        "VGG16 at seven learning rates: best accuracy in ten epochs",
+        tables.by_rate,
+        claims.rates,
+        stages=(tables.table2,),
+    ),
+    "table3": Item(
+        "ImageNet, five networks: accuracy and memory",
+        memory.with_memory("imagenet", TABLE3, tables.accuracies),
+        claims.accuracies,
+        claims.memory(TABLE3),
+        (tables.table3,),
+        needs_gpus=True,
+    ),
+    "figure-shift": Item(
+        "channels of layers 20 and 50 of a straight network",
+        signals.channels(("straight",), (20, 50)),
+        facts=claims.shift,
+        draw=signals.drawer("distributions"),
+    ),
+    "figure-bnwm": Item(
+        "channels of layer 50 under BatchNorm and weight mean",
+        signals.channels(("batch_norm", "weight_mean"), (50,)),
+        facts=claims.unfrozen,
+        draw=signals.drawer("distributions"),
+    ),
+    "figure-operator": Item(
+        "transition operators and their fixed points",
+        signals.operator,
+        facts=claims.operator,
+        draw=signals.drawer("transitions"),
+    ),
+    "figure-vgg-ablation": Item(
+        "VGG16: both parts, each alone, none",
+        tables.curves,
+        claims.ablations,
+        stages=(tables.ablation("vgg16"),),
+        draw=figures.curves,
+    ),
+    "figure-resnet-ablation": Item(
+        "ResNet18 and ResNet50: both parts, each alone, none, Fixup",
+        tables.curves,
+        claims.ablations,
+        stages=(tables.ablation("resnet18", "resnet50"),),
+        draw=figures.curves,
+    ),
+    "figure-residual": Item(
+        "variance along residual blocks", signals.residual, facts=claims.residual, draw=signals.drawer("residual")
+    ),
+    "figure-correlation": Item(
+        "correlations of 200 pairs over depth (B.1)",
+        signals.correlations,
+        facts=claims.correlations,
+        draw=signals.drawer("correlations"),
+    ),
+    "figure-variance": Item(
+        "variance of the logits in the first two epochs (B.2)",
+        variance.rows,
+        claims.variance,
+        stages=(variance.recipes,),
+        draw=figures.variance,
+    ),
+    "appendix-c": Item(
+        "centring once, folded scalars, micro-batches, a last BN in the loss", appendix_c.rows, facts=claims.appendix_c
+    ),
+    "theorems": Item("Lemma 1, Theorems 1 to 3 and the NTK on real networks", signals.theorems, facts=claims.theorems),
+    "parity": Item(
+        "BatchNorm at its best against MimicNorm's defaults",
+        parity.rows,
+        claims.parity,
+        stages=(parity.search, parity.finals),
+    ),
 }
-"""Every item that trains, by name."""
+"""Every item by name, in the paper's order."""

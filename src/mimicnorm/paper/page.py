@@ -1,62 +1,117 @@
-"""The results page, in Markdown: each item's numbers beside the paper's, and a verdict per claim."""
+"""The results page: each item's numbers beside the paper's, its figure, a verdict per claim; in Markdown and HTML."""
 
 from __future__ import annotations
 
+import base64
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mimicnorm.paper.figures import NAMES
 from mimicnorm.paper.items import ITEMS
 from mimicnorm.paper.published import TABLE1, TABLE2, TABLE3, Cell
+from mimicnorm.paper.scales import SCALES, Rows
 
-_NAMES = {"batchnorm": "BatchNorm", "mimicnorm": "MimicNorm", "nonorm": "no norm", "fixup": "Fixup"}
-_NAMES |= {"weight-mean": "weight mean", "last-bn": "last BN"}
-_ABOUT = """# The paper, run again
+TITLE = "The paper, run again"
+ABOUT = (
+    "Each table has the paper's numbers beside ours. Desk runs are real experiments on CIFAR-100 with a quarter of the "
+    "width, 12 epochs and 10,000 of the 50,000 images, so their accuracies are far below the paper's: compare methods, "
+    "not absolute numbers. `mimicnorm reproduce ITEM --scale paper` is the paper's own recipe, for GPUs. Memory is the "
+    "predicted peak of a training step of the full-size network."
+)
+Cells = tuple[Sequence[str], Sequence[Sequence[Any]]]
+"""The head and the lines of a table."""
 
-Each table has the paper's numbers beside ours. *Desk* runs are real experiments on CIFAR-100 with a quarter of the
-width, 12 epochs and 10,000 of the 50,000 images, so their accuracies are far below the paper's: compare methods, not
-absolute numbers. `mimicnorm reproduce ITEM --scale paper` is the paper's own recipe, for GPUs."""
+
+@dataclass
+class Section:
+    """One item on the page."""
+
+    title: str
+    state: str
+    head: Sequence[str] = ()
+    lines: Sequence[Sequence[Any]] = ()
+    figure: Path | None = None
+    verdicts: list[tuple[str, str, str]] = field(default_factory=list)
+
+    @property
+    def embedded(self) -> str:
+        """The figure as a data URL."""
+        content = b"" if self.figure is None else self.figure.read_bytes()
+        return f"data:image/png;base64,{base64.b64encode(content).decode()}"
 
 
-def page(results: str | Path) -> str:
-    """Return the page of all items that were run, from their files in ``RESULTS/paper``."""
-    parts = [_ABOUT]
-    for item in ITEMS:
-        for scale in ("desk", "paper"):
-            path = Path(results) / "paper" / f"{item}-{scale}.json"
-            if path.exists():
-                parts.append(section(json.loads(path.read_text())))
+def sections(results: str | Path) -> list[Section]:
+    """Return a section for each item that was run, from its file in ``RESULTS/paper``."""
+    folder = Path(results) / "paper"
+    paths = [folder / f"{item}-{scale}.json" for item in ITEMS for scale in SCALES]
+    return [section(json.loads(path.read_text()), folder) for path in paths if path.exists()]
+
+
+def section(data: Mapping[str, Any], folder: Path = Path()) -> Section:
+    """Return the section of one item, from its file."""
+    scale = f"{data['scale']} scale, " if ITEMS[data["item"]].stages else ""
+    runs = len(data["runs"]), len(data["runs"]) + len(data["missing"])
+    state = f"{scale}{runs[0]} of {runs[1]} runs, {_hours(data['seconds'])}" if runs[1] else "computed, no training"
+    made = Section(f"{data['item']}: {data['title']}", state)
+    if data["rows"]:
+        made.head, made.lines = _TABLES.get(data["item"], _plain)(data["rows"])
+    if data.get("figure"):
+        made.figure = folder / data["figure"]
+    made.verdicts = [(v["claim"], v["verdict"], v["evidence"]) for v in data["verdicts"]]
+    return made
+
+
+def markdown(results: str | Path) -> str:
+    """Return the page in Markdown; figures are linked, relative to ``RESULTS/paper``."""
+    parts = [f"# {TITLE}", ABOUT]
+    for s in sections(results):
+        parts += [f"## {s.title}", f"{s.state}."]
+        if s.lines:
+            parts.append(_table(s.head, s.lines))
+        if s.figure is not None:
+            parts.append(f"![{s.title}]({s.figure.name})")
+        parts.append(_table(("claim", "verdict", "measured"), ([c, f"**{v}**", e] for c, v, e in s.verdicts)))
     return "\n\n".join(parts) + "\n"
 
 
-def section(data: Mapping[str, Any]) -> str:
-    """Return the part of the page about one item, from its file."""
-    state = f"{len(data['runs'])} of {len(data['runs']) + len(data['missing'])} runs"
-    lines = [f"## {data['item']}: {data['title']}", f"{data['scale']} scale, {state}, {_hours(data['seconds'])}."]
-    if data["rows"]:
-        lines.append(_TABLES[data["item"]](data["rows"]))
-    verdicts = ([v["claim"], f"**{v['verdict']}**", v["evidence"]] for v in data["verdicts"])
-    return "\n\n".join([*lines, _table(("claim", "verdict", "measured"), verdicts)])
+def html(results: str | Path) -> str:
+    """Return the page as one HTML file with its figures inside."""
+    from jinja2 import Environment, PackageLoader
+
+    template = Environment(loader=PackageLoader("mimicnorm.paper", "."), autoescape=True).get_template("page.html")
+    return template.render(title=TITLE, about=ABOUT.replace("`", ""), sections=sections(results))
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
+    rule = "|" + "---|" * len(head)
+    return "\n".join([f"| {' | '.join(head)} |", rule, *(f"| {' | '.join(map(str, line))} |" for line in lines)])
 
 
 def _hours(seconds: float) -> str:
     return f"{seconds / 3600:.1f} hours of training" if seconds > 3600 else f"{seconds / 60:.0f} minutes of training"
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    lines = [" | ".join(head), "|".join(["---"] * len(head)), *(" | ".join(map(str, row)) for row in rows)]
-    return "\n".join(f"| {line} |" if line[0] != "-" else f"|{line}|" for line in lines)
+# -- tables ------------------------------------------------------------------------------------------------------
 
 
-def _accuracies(published: Mapping[str, Mapping[str, Cell]]) -> Callable[[Sequence[Mapping]], str]:
-    def table(rows: Sequence[Mapping]) -> str:
+def _accuracies(published: Mapping[str, Mapping[str, Cell]]) -> Callable[[Rows], Cells]:
+    def table(rows: Rows) -> Cells:
+        base = {row["network"]: row.get("peak_mib") for row in rows if row["method"] == "batchnorm"}
         lines = []
         for row in rows:
-            cell = published[row["network"]].get(row["method"])
-            lines.append((row["network"], _NAMES[row["method"]], _published(cell), _measured(row)))
-        return _table(("network", "method", "paper, %", "ours, %"), lines)
+            cells = published[row["network"]]
+            cell, peak, first = cells.get(row["method"]), row.get("peak_mib"), base.get(row["network"])
+            theirs = "-" if cell is None else f"{cell.memory / cells['batchnorm'].memory:.2f}"
+            ours = "-" if peak is None or first is None else f"{peak / first:.2f}"
+            name = NAMES.get(row["method"], row["method"])
+            lines.append((row["network"], name, _published(cell), _measured(row) or "-", theirs, ours))
+        lines.sort(key=lambda line: list(published).index(line[0]))
+        memory = ("memory / BatchNorm, paper", "ours")
+        return ("network", "method", "accuracy, paper, %", "ours, %", *memory), lines
 
     return table
 
@@ -76,31 +131,78 @@ def _measured(row: Mapping[str, Any]) -> str:
     return ", ".join(filter(None, (mean, lost)))
 
 
-def _rates(rows: Sequence[Mapping]) -> str:
+def _rates(rows: Rows) -> Cells:
     methods = tuple(next(iter(TABLE2.values())))
     lines = []
     for row in rows:
         pairs = ((TABLE2[row["lr"]][m], row.get(m)) for m in methods)
-        lines.append(
-            (row["lr"], *(f"{theirs:.1f} / {'-' if ours is None else f'{ours:.1f}'}" for theirs, ours in pairs))
-        )
-    return _table(("learning rate", *(f"{_NAMES[m]}, paper / ours" for m in methods)), lines)
+        cells = (f"{theirs:.1f} / {'-' if ours is None else f'{ours:.1f}'}" for theirs, ours in pairs)
+        lines.append((row["lr"], *cells))
+    return ("learning rate", *(f"{NAMES[m]}, paper / ours" for m in methods)), lines
 
 
-def _curves(rows: Sequence[Mapping]) -> str:
+def _curves(rows: Rows) -> Cells:
     length = max((len(row["top1"]) for row in rows), default=0)
     epochs = sorted({1, 2, 4, 8, length} & set(range(1, length + 1)))
     lines = []
     for row in rows:
         reached = [f"{row['top1'][e - 1]:.1f}" if e <= len(row["top1"]) else "diverged" for e in epochs]
-        lines.append((row["network"], _NAMES[row["method"]], *reached))
-    return _table(("network", "method", *(f"epoch {e}, %" for e in epochs)), lines)
+        lines.append((row["network"], NAMES[row["method"]], *reached))
+    return ("network", "method", *(f"epoch {e}, %" for e in epochs)), lines
 
 
-_TABLES: dict[str, Callable[[Sequence[Mapping]], str]] = {
+def _parity(rows: Rows) -> Cells:
+    lines = []
+    for row in rows:
+        errors = row["calibration_error"]
+        error = f"{statistics.mean(errors):.3f}" if errors else "-"
+        lines.append((row["labels"], NAMES[row["method"]], row["lr"], len(row["top1"]), _measured(row), error))
+    return ("labels", "method", "learning rate", "seeds", "accuracy, %", "calibration error"), lines
+
+
+def _variance(rows: Rows) -> Cells:
+    head = ("network", "method", "ended", "largest median variance", "last")
+    lines = []
+    for row in rows:
+        ended = "done" if row["diverged_at"] is None else f"diverged at step {row['diverged_at']}"
+        medians = [f"{value:.3g}" for value in (max(row["median"]), row["median"][-1])] if row["median"] else ["-", "-"]
+        lines.append((row["network"], NAMES[row["method"]], ended, *medians))
+    return head, lines
+
+
+def _correlations(rows: Rows) -> Cells:
+    shown = [r for r in rows if r["layer"] in (1, 5, 10, 20, 30)]
+    lines = [(NAMES[r["kind"]], r["layer"], *(f"{r[k]:.3f}" for k in ("low", "median", "high"))) for r in shown]
+    return ("network", "layer", "5 %", "median", "95 %"), lines
+
+
+def _operator(rows: Rows) -> Cells:
+    lines = [
+        (NAMES[r["kind"]], f"{p['rho']:.4g}", p["stability"], f"{p['slope']:.4f}")
+        for r in rows
+        for p in r["fixed_points"]
+    ]
+    return ("network", "fixed point", "stability", "slope"), lines
+
+
+def _plain(rows: Rows) -> Cells:
+    """Every field of every row: for items whose rows are a table already."""
+    head = [key for key in rows[0] if key != "statement"]
+    cells = [
+        [f"{row[k]:.4g}" if isinstance(row[k], float) else NAMES.get(row[k], row[k]) for k in head] for row in rows
+    ]
+    return [key.replace("_", " ") for key in head], cells
+
+
+_TABLES: dict[str, Callable[[Rows], Cells]] = {
     "table1": _accuracies(TABLE1),
     "table2": _rates,
     "table3": _accuracies(TABLE3),
+    "figure-operator": _operator,
     "figure-vgg-ablation": _curves,
     "figure-resnet-ablation": _curves,
+    "figure-correlation": _correlations,
+    "figure-variance": _variance,
+    "parity": _parity,
 }
+"""How an item's rows are shown; `_plain` for the others."""

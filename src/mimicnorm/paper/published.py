@@ -74,3 +74,24 @@ TABLE3: dict[str, dict[str, Cell]] = {
     "shufflenetv2_x0_5": {"batchnorm": Cell(59.77, None, 4385), "mimicnorm": Cell(58.31, None, 3603)},
 }
 """ImageNet, batch 256, by network and method."""
+
+BATCHES: dict[str, dict[str, int]] = {"cifar100": {"resnet50": 128}, "imagenet": {}}
+"""Batch sizes that are not 256, by data set and network."""
+
+ITEM_NAMES = (
+    "table1",
+    "table2",
+    "table3",
+    "figure-shift",
+    "figure-bnwm",
+    "figure-operator",
+    "figure-vgg-ablation",
+    "figure-resnet-ablation",
+    "figure-residual",
+    "figure-correlation",
+    "figure-variance",
+    "appendix-c",
+    "theorems",
+    "parity",
+)
+"""The items that `mimicnorm.paper.ITEMS` has, for checks before torch loads; a test compares them."""

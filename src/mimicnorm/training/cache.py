@@ -18,8 +18,8 @@ import torch
 
 import mimicnorm
 from mimicnorm.training.recipes import Recipe
-from mimicnorm.training.state import write_json
-from mimicnorm.training.sweep import run_all
+from mimicnorm.training.state import METRICS, write_json
+from mimicnorm.training.sweep import Launcher, folder_of, run_all
 
 
 def trained(
@@ -30,8 +30,10 @@ def trained(
     jobs: int = 1,
     data_dir: str | Path | None = None,
     device: str = "auto",
+    launcher: Launcher | None = None,
+    gpus: int = 1,
 ) -> dict[str, dict[str, Any]]:
-    """Train what is not finished; return every run by its label: recipe, status, step, history, versions.
+    """Train what is not finished; return every run by its label: recipe, status, step, history, steps, versions.
 
     Args:
         recipes: What to train, by label.
@@ -40,9 +42,12 @@ def trained(
         jobs: Runs to train at once.
         data_dir: Where the data is.
         device: "auto" is the GPU if there is one.
+        launcher: As for ``run_all``.
+        gpus: As for ``run_all``.
     """
     missing = {label: r for label, r in recipes.items() if not cache_file(r, results).exists()}
-    with closing(run_all(missing, runs, jobs, data_dir=data_dir, device=device)) as sweep:
+    how: dict[str, Any] = {"data_dir": data_dir, "device": device, "launcher": launcher, "gpus": gpus}
+    with closing(run_all(missing, runs, jobs, **how)) as sweep:
         for label, result in sweep:
             if result.status == "interrupted":
                 continue
@@ -55,6 +60,7 @@ def trained(
                 "status": result.status,
                 "step": result.step,
                 "history": result.history,
+                "steps": _steps(folder_of(label, recipes[label], runs) / METRICS),
             }
             path = cache_file(recipes[label], results)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -71,6 +77,23 @@ def finished_runs(recipes: Mapping[str, Recipe], results: str | Path) -> dict[st
 def cache_file(recipe: Recipe, results: str | Path) -> Path:
     """Return the file of a recipe's run."""
     return Path(results) / "runs" / f"{recipe.key()}.json"
+
+
+def _steps(metrics: Path) -> list[dict[str, Any]]:
+    """Return the lines of a run's log that are about single steps: step, loss, and the variance of the logits.
+
+    That is the running variance of the last BN, or of the last batch's logits in a network without one.
+    """
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    return [
+        {
+            "step": line["step"],
+            "loss": line["loss"],
+            "variance": line.get("last_norm_variance") or line.get("logit_variance"),
+        }
+        for line in lines
+        if "loss" in line
+    ]
 
 
 def _commit() -> str | None:

@@ -192,9 +192,10 @@ class _Run:
 
     def _log(self, line: dict[str, Any], timing: dict[str, Any] | None = None) -> None:
         variance = last_norm_variance(self.trainer)
-        if variance is not None:
-            low, middle, high = (float(f(variance)) for f in (torch.min, torch.median, torch.max))
-            line["last_norm_variance"] = {"min": low, "median": middle, "max": high}
+        for name, values in (("last_norm_variance", variance), ("logit_variance", self.trainer.logit_variance())):
+            if values is not None:
+                low, middle, high = (float(f(values)) for f in (torch.min, torch.median, torch.max))
+                line[name] = {"min": low, "median": middle, "max": high}
         logs = {METRICS: line} if timing is None else {METRICS: line, TIMING: timing}
         self.processes.on_main(lambda: [self.folder.append(name, text) for name, text in logs.items()])
         self.bar.board_line(line, variance)

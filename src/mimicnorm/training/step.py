@@ -49,6 +49,7 @@ class Trainer:
         self.format = torch.channels_last if last else torch.contiguous_format
         self.bare = model.to(processes.device).to(memory_format=self.format).train()  # pyrefly: ignore
         self.optimizer = optimizer(recipe, model)
+        self._logits: Tensor | None = None
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.precision == "fp16")
         self.model: Any = torch.compile(self.bare) if recipe.compile else self.bare
         if processes.size > 1:  # statistics differ only in BatchNorms; evaluation takes the main process's
@@ -70,7 +71,12 @@ class Trainer:
             loss, logits = backward(images, labels, step)
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        self._logits = logits
         return loss, (logits.argmax(1) == labels).sum()
+
+    def logit_variance(self) -> Tensor | None:
+        """Return the variance of each class's logits in this process's part of the last batch, as the loss saw them."""
+        return None if self._logits is None or len(self._logits) < 2 else self._logits.float().var(0)
 
     def autocast(self) -> torch.autocast:
         """The recipe's precision."""

@@ -14,7 +14,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from mimicnorm.training.progress import print_line
 from mimicnorm.training.recipes import Recipe
 from mimicnorm.training.state import METRICS, Result, RunFolder, write_json
 
+Launcher = Callable[[list[str], dict[str, str], Path], Any]
+"""Starts a command; what it returns has ``poll``, ``terminate``, ``wait`` and ``returncode``, as a process has."""
 SECONDS_BETWEEN_LINES = 20.0
 ERRORS = "errors.log"
 """What a run says on stderr, in its folder."""
@@ -40,6 +42,8 @@ def run_all(
     device: str = "auto",
     data: dict[str, Any] | None = None,
     progress: bool = True,
+    launcher: Launcher | None = None,
+    gpus: int = 1,
 ) -> Generator[tuple[str, Result], None, None]:
     """Train recipes in folders under ``out``; yield each label with its result, finished runs first.
 
@@ -53,6 +57,9 @@ def run_all(
         device: "auto" is the GPU if there is one.
         data: Refuse finished runs on other data than this; see ``state.data_identity``.
         progress: Print a line per run and, now and then, where the others are; the run's own bar if ``jobs`` is 1.
+        launcher: Starts a run from its command, environment and file for errors, such as ``slurm.Slurm``; None starts a
+            process here, which ends with this one.
+        gpus: Of one run; several train it together (torchrun).
 
     Raises:
         CheckpointError: A run failed or was killed.
@@ -68,13 +75,16 @@ def run_all(
         if label not in before:
             labels.setdefault(recipes[label].key(), []).append(label)
     waiting = {folder_of(same[0], recipes[same[0]], out): same for same in labels.values()}
-    running: dict[Path, subprocess.Popen[bytes]] = {}
+    running: dict[Path, Any] = {}
     done, last_line = len(before), time.monotonic()
     try:
         while waiting:
             for folder in [folder for folder in waiting if folder not in running][: jobs - len(running)]:
-                output = None if progress and jobs == 1 else subprocess.DEVNULL
-                running[folder] = _start(folder, recipes[waiting[folder][0]], jobs, data_dir, device, output)
+                command = _command(folder, recipes[waiting[folder][0]], data_dir, device, gpus)
+                if launcher is not None:
+                    running[folder] = launcher(command, _environment(jobs), folder / ERRORS)
+                else:
+                    running[folder] = _start(command, jobs, folder / ERRORS, quiet=not progress or jobs > 1)
             time.sleep(0.1)
             for folder in [folder for folder, process in running.items() if process.poll() is not None]:
                 _require_success(folder, running.pop(folder).returncode)
@@ -105,9 +115,8 @@ def folder_of(label: str, recipe: Recipe, out: str | Path) -> Path:
     return next(Path(out).glob(f"*-{key}"), Path(out) / f"{name}-{key}")
 
 
-def _start(
-    folder: Path, recipe: Recipe, jobs: int, data_dir: str | Path | None, device: str, output: int | None
-) -> subprocess.Popen[bytes]:
+def _command(folder: Path, recipe: Recipe, data_dir: str | Path | None, device: str, gpus: int) -> list[str]:
+    """Write down the recipe in the run's folder, and return the command that trains it there."""
     folder.mkdir(parents=True, exist_ok=True)
     recipe_file = folder / "recipe.json"
     if not recipe_file.exists():
@@ -115,15 +124,21 @@ def _start(
     words = [str(recipe_file), "--out", str(folder), "--device", device]
     words += [] if data_dir is None else ["--data-dir", str(data_dir)]
     # -P: a file beside the user must not hide one of Python's own modules
-    command = [sys.executable, "-P", "-m", "mimicnorm", "train", *words]
-    environment = {
-        **os.environ,
-        PARENT: str(os.getpid()),
-        "OMP_NUM_THREADS": str(max(1, torch.get_num_threads() // jobs)),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),  # the user's own modules are found there, too
-    }
-    with open(folder / ERRORS, "wb") as errors:
-        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=errors)
+    together = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"] if gpus > 1 else []
+    return [sys.executable, "-P", *together, "-m", "mimicnorm", "train", *words]
+
+
+def _environment(jobs: int) -> dict[str, str]:
+    threads = str(max(1, torch.get_num_threads() // jobs))
+    # the user's own modules are found there, too
+    return {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+
+
+def _start(command: list[str], jobs: int, errors: Path, quiet: bool) -> subprocess.Popen[bytes]:
+    environment = {**_environment(jobs), PARENT: str(os.getpid())}
+    output = subprocess.DEVNULL if quiet else None
+    with open(errors, "wb") as file:
+        return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=file)
 
 
 def _require_success(folder: Path, code: int) -> None:

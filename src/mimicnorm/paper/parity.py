@@ -1,0 +1,84 @@
+"""Parity, which the paper lacks: BatchNorm at its best against MimicNorm's defaults, each at its own learning rate.
+
+First every method is trained at four learning rates and judged on images held out of the training set. Then each is
+trained at its best rate, with several seeds, and the test set is looked at once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mimicnorm.paper.scales import Runs, Scale, Setting
+from mimicnorm.training.recipes import Recipe
+
+RATES = (0.05, 0.1, 0.2, 0.4)
+SEEDS = {
+    ("cifar100", "batchnorm"): 3,
+    ("cifar100", "mimicnorm"): 3,
+    ("cifar100", "groupnorm-ws"): 1,
+    ("cifar100-coarse", "batchnorm"): 1,
+    ("cifar100-coarse", "mimicnorm"): 1,
+}
+"""Labels and methods, each with its number of seeds."""
+SEARCH_SEED = 100
+
+
+def _recipe(scale: Scale, labels: str, method: str, lr: float, **changes: Any) -> Recipe:
+    """Return a run of a ResNet-18 with the library's defaults, annealed to 0; at desk scale on half of the images."""
+    fields: dict[str, Any] = {"data": labels, "settings": (), "schedule": "linear", "warmup": 0.1, "milestones": ()}
+    if scale.name == "desk":
+        fields |= {"limit": 25_000, "test_limit": 0, "epochs": 25}
+    return scale.recipe("cifar100", "resnet18", method, lr=lr, **{**fields, **changes})
+
+
+def search(scale: Scale, _runs: Runs) -> dict[str, Recipe]:
+    """Each method at four learning rates, on images held out; at desk scale in ten epochs."""
+    short = {"epochs": 10} if scale.name == "desk" else {}
+    return {
+        f"search {labels} {method} lr {lr}": _recipe(
+            scale, labels, method, lr, validation=0.1, seed=SEARCH_SEED, **short
+        )
+        for labels, method in SEEDS
+        for lr in RATES
+    }
+
+
+def best_rates(runs: Runs) -> dict[tuple[str, str], float]:
+    """Return each method's learning rate whose run was best on the images held out, where all four are there."""
+    tried: dict[tuple[str, str], dict[float, float]] = {}
+    for run in runs.values():
+        made = run["recipe"]
+        if made["validation"]:
+            top1 = run["history"][-1]["top1"] if run["status"] == "done" else 0.0
+            tried.setdefault((made["data"], made["method"]), {})[made["lr"]] = top1
+    return {key: max(rates, key=lambda lr: rates[lr]) for key, rates in tried.items() if len(rates) == len(RATES)}
+
+
+def finals(scale: Scale, runs: Runs) -> dict[str, Recipe]:
+    """Each method at its best rate, on the test set."""
+    best = best_rates(runs)
+    return {
+        f"parity {labels} {method} seed {seed}": _recipe(scale, labels, method, best[labels, method], seed=seed)
+        for (labels, method), seeds in SEEDS.items()
+        if (labels, method) in best
+        for seed in range(seeds)
+    }
+
+
+def rows(runs: Runs, _setting: Setting) -> list[dict[str, Any]]:
+    """Return a row per labels and method: the rate, accuracies in percent, mean calibration error, divergences."""
+    made: dict[tuple[str, str], dict[str, Any]] = {}
+    for run in runs.values():
+        recipe = run["recipe"]
+        if recipe["validation"]:
+            continue
+        start = {"labels": recipe["data"], "method": recipe["method"], "lr": recipe["lr"]}
+        row = made.setdefault(
+            (recipe["data"], recipe["method"]), {**start, "top1": [], "calibration_error": [], "diverged": 0}
+        )
+        if run["status"] == "done":
+            row["top1"].append(100 * run["history"][-1]["top1"])
+            row["calibration_error"].append(run["history"][-1]["calibration_error"])
+        else:
+            row["diverged"] += 1
+    return list(made.values())

@@ -1,0 +1,116 @@
+"""The figures about random networks, the lemma and the theorems: nothing is trained, and all is of the paper's size."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mimicnorm import data
+from mimicnorm.paper.scales import Rows, Runs, Setting
+from mimicnorm.theory import Transition, figures, montecarlo
+from mimicnorm.theory.networks import FiniteNetwork
+
+KINDS = ("straight", "weight_mean", "batch_norm")
+
+
+def images(setting: Setting) -> Tensor:
+    """Return images as rows with |x|^2 = n_0, as the theory wants them."""
+    source = data.load(setting.images, data_dir=setting.data_dir, limit=4000)
+    given = torch.cat([batch for batch, _ in source.plain_batches(500)])
+    return figures.samples(given, 2000, seed=0)
+
+
+def channels(kinds: tuple[str, ...], layers: tuple[int, ...]) -> Any:
+    """Return the reducer of Figures 2 and 3: how far channels differ, and how far inputs differ within one.
+
+    51 layers of width 256. ``between`` is the standard deviation over channels of a channel's mean, ``within`` the root
+    mean square over channels of its standard deviation over inputs.
+    """
+
+    def rows(_runs: Runs, setting: Setting) -> list[dict[str, Any]]:
+        x, made = images(setting), []
+        for kind in kinds:
+            net = FiniteNetwork(x.shape[1], 256, 51, Transition(kind), outputs=256, last_norm=True)
+            with torch.no_grad():
+                for layer, h in enumerate(net.hidden(x), 1):
+                    if layer in layers:
+                        between, within = h.mean(0).std(), h.var(0).mean().sqrt()
+                        made.append({"kind": kind, "layer": layer, "between": float(between), "within": float(within)})
+        return made
+
+    return rows
+
+
+def operator(_runs: Runs, _setting: Setting) -> list[dict[str, Any]]:
+    """Return the fixed points of the transition operators, with their slopes (Figure 4)."""
+    made = []
+    for kind in ("straight", "weight_mean"):
+        t = Transition(kind)
+        points = [{"rho": float(p.rho), "slope": float(p.slope), "stability": p.stability} for p in t.fixed_points]
+        made.append({"kind": kind, "chi1": float(t.chi1), "fixed_points": points})
+    return made
+
+
+def correlations(_runs: Runs, setting: Setting) -> list[dict[str, Any]]:
+    """Return the correlations of 200 pairs after each of 30 layers of width 300 (Appendix B.1): 5, 50 and 95 %."""
+    x, made = images(setting)[:400], []
+    half = len(x) // 2
+    for kind in KINDS:
+        net = FiniteNetwork(x.shape[1], 300, 30, Transition(kind), outputs=300, last_norm=True)
+        with torch.no_grad():
+            for layer, h in enumerate(net.hidden(x), 1):
+                pairs = torch.nn.functional.cosine_similarity(h[:half], h[half : 2 * half])
+                low, median, high = pairs.quantile(torch.tensor([0.05, 0.5, 0.95], dtype=pairs.dtype)).tolist()
+                made.append({"kind": kind, "layer": layer, "low": low, "median": median, "high": high})
+    return made
+
+
+def residual(_runs: Runs, _setting: Setting) -> list[dict[str, Any]]:
+    """Return the variance after residual blocks under BatchNorm and under the scalar 1/sqrt(l) (Figure 5)."""
+    made = []
+    for kind, scale in (("batch_norm", "none"), ("weight_mean", "sqrt"), ("weight_mean", "none")):
+        for blocks in (1, 2, 4, 8):
+            e = montecarlo.residual_variance(kind, scale, blocks)
+            fields = {"value": e.value, "standard_error": e.standard_error, "predicted": e.predicted}
+            made.append({"kind": kind, "scale": scale, "blocks": blocks, **fields})
+    return made
+
+
+CHECKS = {
+    "Lemma 1": montecarlo.lemma1,
+    "Theorem 1": montecarlo.theorem1,
+    "Theorem 2": montecarlo.theorem2,
+    "Theorem 3": montecarlo.theorem3,
+    "Eq. 6, the NTK": partial(montecarlo.tangent_kernel, Transition("weight_mean")),
+}
+
+
+def theorems(_runs: Runs, _setting: Setting) -> list[dict[str, Any]]:
+    """Return each theorem's prediction beside real networks of finite width."""
+    made = []
+    for name, check in CHECKS.items():
+        e = check(seed=0)
+        fields = {"value": e.value, "standard_error": e.standard_error, "predicted": e.predicted}
+        made.append({"name": name, "statement": e.statement, **fields})
+    return made
+
+
+def drawer(figure: str) -> Any:
+    """Return the function that draws one of the theory's figures on the item's images."""
+
+    def draw(_rows: Rows, path: Path, setting: Setting) -> None:
+        uses_images = figure in ("distributions", "correlations", "residual")
+        figures.draw(figure, path, inputs=images(setting) if uses_images else None)
+
+    return draw
+
+
+BAND = 1.96 * montecarlo.correlation_band(300)
+"""Where 95 % of correlations are at width 300, once they have lost all memory of the inputs; the paper has 0.2."""
+STABLE_GAIN = 1 / (1 - 1 / math.pi)
+"""chi_1 of BatchNorm and weight mean, Theorems 2 and 3."""

@@ -1,0 +1,120 @@
+"""Tables 1 to 3 and the ablations: their recipes, and the reducers from runs to rows.
+
+Items share runs: a curve of an ablation is the same recipe as a cell of Table 1, so it is trained once.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from mimicnorm.paper.published import TABLE1, TABLE2, TABLE3
+from mimicnorm.paper.scales import GUESSING, Runs, Scale, Setting
+from mimicnorm.training.recipes import Recipe
+
+Stage = Callable[[Scale, Runs], dict[str, Recipe]]
+"""From a scale and the runs of the stages before to the recipes of the next, by label."""
+
+DEPTHWISE = "mimicnorm, depthwise centred"
+"""MimicNorm with ``min_fan_in=1`` on ShuffleNetV2: is its deficit that of layers that are not centred?"""
+ABLATION = ("batchnorm", "mimicnorm", "weight-mean", "last-bn", "nonorm")
+
+# -- recipes -----------------------------------------------------------------------------------------------------
+
+
+def grid(scale: Scale, data: str, methods: Mapping[str, Any]) -> dict[str, Recipe]:
+    """Return the recipes of networks and their methods, each with the network's seeds."""
+    return {
+        f"{data} {network} {method} seed {seed}": scale.recipe(data, network, method, seed=seed)
+        for network in methods
+        for seed in scale.seeds_of(network)
+        for method in methods[network]
+    }
+
+
+def table1(scale: Scale, _runs: Runs) -> dict[str, Recipe]:
+    """Every cell of the table, and ShuffleNetV2 with its small layers centred, too."""
+    small = ("logit_scale=false", "min_fan_in=1")
+    extra = {
+        f"cifar100 shufflenetv2 min_fan_in=1 seed {seed}": scale.recipe(
+            "cifar100", "shufflenetv2", "mimicnorm", seed=seed, settings=small
+        )
+        for seed in scale.seeds_of("shufflenetv2")
+    }
+    return grid(scale, "cifar100", TABLE1) | extra
+
+
+def table2(scale: Scale, _runs: Runs) -> dict[str, Recipe]:
+    """Ten epochs at a constant rate: in the paper's recipe no milestone comes before epoch 80."""
+    start = {"epochs": 10, "warmup": 0.2, "milestones": ()}
+    return {
+        f"vgg16 {method} lr {lr}": scale.recipe("cifar100", "vgg16", method, lr=lr, **start)
+        for lr in TABLE2
+        for method in TABLE2[lr]
+    }
+
+
+def table3(scale: Scale, _runs: Runs) -> dict[str, Recipe]:
+    """One seed each. There is no desk scale of ImageNet: the recipes are always the paper's."""
+    return grid(Scale("paper", default=1, max_steps=scale.max_steps), "imagenet", TABLE3)
+
+
+def ablation(*networks: str) -> Stage:
+    """Both parts, each alone, neither; Fixup on residual networks."""
+
+    def stage(scale: Scale, _runs: Runs) -> dict[str, Recipe]:
+        methods = {n: (*ABLATION, *["fixup"] * n.startswith("resnet")) for n in networks}
+        return grid(scale, "cifar100", methods)
+
+    return stage
+
+
+# -- rows --------------------------------------------------------------------------------------------------------
+
+
+def method_of(run: Mapping[str, Any]) -> str:
+    """Return how a run is called in rows: its method, or `DEPTHWISE`."""
+    made = run["recipe"]
+    return DEPTHWISE if "min_fan_in=1" in made.get("settings", ()) else made["method"]
+
+
+def best_top1(run: Mapping[str, Any]) -> float:
+    """Return the best accuracy of any epoch, in percent; that of guessing for a run that diverged in the first."""
+    return max((100 * line["top1"] for line in run["history"]), default=GUESSING)
+
+
+def accuracies(runs: Runs, _setting: Setting | None = None) -> list[dict[str, Any]]:
+    """Return a row per network and method: final accuracies in percent, and how many runs diverged."""
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    for run in runs.values():
+        model, method = run["recipe"]["model"], method_of(run)
+        row = rows.setdefault((model, method), {"network": model, "method": method, "top1": [], "diverged": 0})
+        if run["status"] == "done":
+            row["top1"].append(100 * run["history"][-1]["top1"])
+        else:
+            row["diverged"] += 1
+    return list(rows.values())
+
+
+def by_rate(runs: Runs, _setting: Setting | None = None) -> list[dict[str, Any]]:
+    """Return a row per learning rate: the best accuracy of each method, in percent."""
+    rows: dict[float, dict[str, Any]] = {}
+    for run in runs.values():
+        lr = run["recipe"]["lr"]
+        rows.setdefault(lr, {"lr": lr})[run["recipe"]["method"]] = best_top1(run)
+    return [rows[lr] for lr in sorted(rows)]
+
+
+def curves(runs: Runs, _setting: Setting | None = None) -> list[dict[str, Any]]:
+    """Return a row per network and method: the mean accuracy after each epoch, over the seeds that got there."""
+    histories: dict[tuple[str, str], list[list[float]]] = {}
+    for run in runs.values():
+        history = [100 * line["top1"] for line in run["history"]]
+        histories.setdefault((run["recipe"]["model"], run["recipe"]["method"]), []).append(history)
+    rows = []
+    for (network, method), group in histories.items():
+        longest = max(map(len, group))
+        reached = [[h[epoch] for h in group if len(h) > epoch] for epoch in range(longest)]
+        rows.append({"network": network, "method": method, "top1": [statistics.mean(epoch) for epoch in reached]})
+    return rows

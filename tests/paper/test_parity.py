@@ -1,0 +1,46 @@
+import pytest
+from made_runs import run
+
+from mimicnorm.paper import SCALES, parity
+
+DESK = SCALES["desk"]
+
+
+def _searched(best):
+    return {
+        f"{method} {lr}": run("resnet18", method, [0.3 + 0.1 * (lr == best[method])], lr=lr, validation=0.1)
+        for method in best
+        for lr in parity.RATES
+    }
+
+
+def test_rates_are_chosen_on_images_held_out():
+    recipes = parity.search(DESK, {})
+    assert len(recipes) == len(parity.SEEDS) * len(parity.RATES)
+    assert all(r.validation == 0.1 and r.epochs == 10 for r in recipes.values())
+
+
+def test_each_method_is_trained_at_its_own_best_rate():
+    finals = parity.finals(DESK, _searched({"batchnorm": 0.2, "mimicnorm": 0.05}))
+    rates = {(r.method, r.lr) for r in finals.values()}
+    assert rates == {("batchnorm", 0.2), ("mimicnorm", 0.05)}
+    assert len(finals) == 6
+    assert all(r.validation == 0 and r.test_limit == 0 and r.limit == 25_000 for r in finals.values())
+
+
+def test_nothing_is_trained_before_the_search_is_over():
+    runs = _searched({"batchnorm": 0.2})
+    runs.popitem()
+    assert parity.finals(DESK, runs) == {}
+
+
+def test_a_rate_that_diverges_is_not_the_best():
+    runs = _searched({"batchnorm": 0.2})
+    runs["batchnorm 0.2"]["status"] = "diverged"
+    assert parity.best_rates(runs)["cifar100", "batchnorm"] != 0.2
+
+
+def test_rows_leave_the_search_out():
+    runs = {**_searched({"mimicnorm": 0.1}), "final": run("resnet18", "mimicnorm", [0.2, 0.41])}
+    (row,) = parity.rows(runs, None)
+    assert row["top1"] == pytest.approx([41])

@@ -1,0 +1,67 @@
+import dataclasses
+
+import pytest
+from made_runs import run
+
+from mimicnorm.paper import ITEMS, SCALES
+from mimicnorm.paper.published import TABLE1, TABLE3
+from mimicnorm.paper.tables import DEPTHWISE, accuracies, best_top1, by_rate, curves
+
+RUNS = {
+    "a": run("vgg16", "mimicnorm", [0.1, 0.3]),
+    "b": run("vgg16", "mimicnorm", [0.2, 0.4]),
+    "c": run("vgg16", "nonorm", [], "diverged", lr=0.2),
+    "d": run("vgg16", "nonorm", [0.5], "diverged", lr=0.5),
+}
+
+
+def test_accuracies_count_what_diverged():
+    ours, none = accuracies(RUNS)
+    assert ours["top1"] == pytest.approx([30, 40])
+    assert (none["top1"], none["diverged"]) == ([], 2)
+
+
+def test_other_settings_have_a_row_of_their_own():
+    rows = accuracies({"a": run("shufflenetv2", "mimicnorm", [0.5], settings=["min_fan_in=1"])})
+    assert [row["method"] for row in rows] == [DEPTHWISE]
+
+
+def test_curves_are_means_over_the_seeds_that_got_there():
+    assert [row["top1"] for row in curves(RUNS)] == [pytest.approx([15, 35]), pytest.approx([50])]
+
+
+def test_rates_have_the_best_epoch_and_guessing_where_none_ended():
+    assert best_top1(RUNS["c"]) == 1.0
+    assert [row["lr"] for row in by_rate(RUNS)] == [0.1, 0.2, 0.5]
+
+
+def test_ablations_and_table1_share_their_runs():
+    keys = {name: {r.key() for r in item.recipes(SCALES["desk"], {}).values()} for name, item in ITEMS.items()}
+    cells = sum(len(TABLE1[n]) * len(SCALES["desk"].seeds_of(n)) for n in TABLE1)
+    assert len(keys["table1"]) == cells + 3  # ShuffleNetV2 with its depthwise layers centred
+    assert len(keys["table2"]) == 28
+    for figure in ("figure-vgg-ablation", "figure-resnet-ablation"):
+        assert keys[figure] & keys["table1"]
+
+
+def test_paper_scale_is_the_papers_recipe():
+    recipes = ITEMS["table1"].recipes(SCALES["paper"], {})
+    chosen = recipes["cifar100 resnet50 mimicnorm seed 2"]
+    assert (chosen.epochs, chosen.batch, chosen.width, chosen.limit) == (150, 128, 1.0, 0)
+    assert dataclasses.asdict(chosen)["milestones"] == (80 / 150, 110 / 150, 135 / 150)
+    assert {r.model for r in ITEMS["table3"].recipes(SCALES["paper"], {}).values()} == set(TABLE3)
+
+
+def test_a_trial_takes_so_many_steps():
+    chosen = dataclasses.replace(SCALES["paper"], max_steps=3).recipe("imagenet", "resnet18", "mimicnorm")
+    assert (chosen.epochs, chosen.limit, chosen.test_limit) == (1, 3 * 256, 256)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_the_papers_items_have_the_settings_of_the_paper(scale):
+    for name, item in ITEMS.items():
+        for label, recipe in item.recipes(SCALES[scale], {}).items():
+            recipe.check_names()
+            if recipe.method in ("mimicnorm", "last-bn"):
+                scaled = "logit_scale=false" in recipe.resolved().settings
+                assert scaled == (name != "parity"), label
