@@ -1,11 +1,10 @@
 """The memory of training, predicted and measured; one JSON file in ``results/`` per part.
 
-    python benchmarks/memory.py [ratios] [peak] [prediction] [paper] [alternatives] [inductor]
+    python benchmarks/memory.py [ratios] [peak] [prediction] [alternatives] [inductor]
 
 ratios        bytes saved for backward, converted / BatchNorm: five networks, eager, bf16 autocast, torch.compile
 peak          ResNet-50 at batch 256 and the largest batch in 16 GiB, with the cost of predicting; one figure
 prediction    predicted peak against the profiler's memory events of a real step on the CPU
-paper         the memory columns of the paper's tables beside the prediction for the same batch
 alternatives  what else saves memory in a ResNet-50, with real time per step and real peak
 inductor      what a real torch.compile run on the CPU saves, against the prediction
 """
@@ -31,7 +30,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from mimicnorm import memory
-from mimicnorm.methods import METHODS, BatchNorm, MimicNorm
+from mimicnorm.methods import BatchNorm, MimicNorm
 from mimicnorm.surgery.convert import convert
 
 sys.path.insert(0, str(ROOT / "tests" / "memory"))
@@ -157,82 +156,6 @@ def prediction() -> None:
                 gc.collect()
 
 
-# -- the paper's columns -----------------------------------------------------------------------
-
-
-def cifar(name: str) -> nn.Module:
-    """The torchvision network with the stem that CIFAR's 32 px images get: 3 x 3, no stride, no pooling."""
-    if name.startswith("vgg"):
-        model = build(name, num_classes=100)
-        model.avgpool = nn.Identity()
-        model.classifier[0] = nn.Linear(512, 4096)
-        return model
-    if name == "squeezenet1_1":  # the paper's has BatchNorm; torchvision's has none
-        model = build(name, num_classes=100)
-        with_batch_norm(model.features)
-        model.features[0][0].stride = (1, 1)
-        return model
-    model = build(name, num_classes=100)
-    if name.startswith("shufflenet"):
-        model.conv1[0].stride = (1, 1)
-    else:
-        model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)
-    model.maxpool = nn.Identity()
-    return model
-
-
-def with_batch_norm(model: nn.Module) -> None:
-    for name, child in list(model.named_children()):
-        if isinstance(child, nn.Conv2d):
-            setattr(model, name, nn.Sequential(child, nn.BatchNorm2d(child.out_channels)))
-        else:
-            with_batch_norm(child)
-
-
-# (network, batch, image, {method: MB in the paper})
-PAPER = {
-    "cifar100": [
-        ("vgg11_bn", 256, 32, {"batchnorm": 2971, "mimicnorm": 2851, "nonorm": 2831}),
-        ("vgg16_bn", 256, 32, {"batchnorm": 3745, "mimicnorm": 3489, "nonorm": 3469}),
-        ("resnet18", 256, 32, {"batchnorm": 4447, "fixup": 4743, "mimicnorm": 4157}),
-        ("resnet50", 128, 32, {"batchnorm": 8533, "fixup": 10283, "mimicnorm": 7533}),
-        ("squeezenet1_1", 256, 32, {"batchnorm": 3687, "mimicnorm": 2693}),
-        ("shufflenet_v2_x1_0", 256, 32, {"batchnorm": 3915, "mimicnorm": 3141}),
-    ],
-    "imagenet": [
-        ("vgg16_bn", 256, 224, {"batchnorm": 62162, "mimicnorm": 56410, "nonorm": 56388}),
-        ("resnet18", 256, 224, {"batchnorm": 8057, "mimicnorm": 5603}),
-        ("resnet50", 256, 224, {"batchnorm": 27083, "fixup": 29267, "mimicnorm": 22489}),
-        ("resnet101", 256, 224, {"batchnorm": 37168, "mimicnorm": 30363}),
-        ("shufflenet_v2_x0_5", 256, 224, {"batchnorm": 4385, "mimicnorm": 3603}),
-    ],
-}
-
-
-def paper() -> None:
-    rows = []
-    for data, networks in PAPER.items():
-        for name, batch, image, published in networks:
-            model = cifar(name) if data == "cifar100" else build(name)
-            known = [method for method in published if method in METHODS]
-            result = memory.compare(model, (batch, 3, image, image), known)
-            for method, published_mb in published.items():
-                analysis = result.analyses.get(method)
-                row = {
-                    "data": data,
-                    "network": name,
-                    "batch": batch,
-                    "method": method,
-                    "published_mb": published_mb,
-                    "predicted_peak_mib": analysis.peak_bytes / MIB if analysis else None,
-                    "published_ratio": published_mb / published["batchnorm"],
-                    "predicted_ratio": result.peak_ratio(method) if analysis else None,
-                }
-                print(row, flush=True)
-                rows.append(row)
-            save("memory-paper", provenance(optimizer="sgd-momentum") | {"rows": rows})
-
-
 # -- alternatives ------------------------------------------------------------------------------
 
 
@@ -346,7 +269,7 @@ def inductor() -> None:
     save("memory-inductor", provenance(network="ResNet of ten layers", shape=shape) | {"rows": rows})
 
 
-PARTS = {part.__name__: part for part in (ratios, peak, prediction, paper, alternatives, inductor)}
+PARTS = {part.__name__: part for part in (ratios, peak, prediction, alternatives, inductor)}
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # on a shared machine two threads wait for each other more than they work

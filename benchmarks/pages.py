@@ -23,6 +23,7 @@ PAGES = (
     "docs/compress.md",
     "docs/deploy.md",
     "docs/keep.md",
+    "docs/results.md",
     "docs/architecture.md",
 )
 MIB, GIB = 2**20, 2**30
@@ -152,20 +153,6 @@ def inductor() -> str:
         f"{last[predicted] / MIB:.2f} were predicted in `channels_last`, and {plain[real] / MIB:.2f} instead of "
         f"{plain[predicted] / MIB:.2f} without it."
     )
-
-
-def paper() -> str:
-    head = "data | network | batch | method | published MB | predicted MiB | published ratio | predicted ratio"
-    lines = [
-        [
-            *(named(r["data"]), named(r["network"]), r["batch"], named(r["method"]), r["published_mb"]),
-            "-" if r["predicted_peak_mib"] is None else f"{r['predicted_peak_mib']:.0f}",
-            f"{r['published_ratio']:.3f}",
-            "-" if r["predicted_ratio"] is None else f"{r['predicted_ratio']:.3f}",
-        ]
-        for r in load("memory-paper")["rows"]
-    ]
-    return table(head, lines, left=2)
 
 
 def alternatives() -> str:
@@ -640,16 +627,27 @@ def kept_alternatives() -> str:
     return table("way | saved bytes / BatchNorm | time of a step / BatchNorm", lines)
 
 
+# -- docs/results.md ---------------------------------------------------------------------------------------------
+
+
+def paper() -> str:
+    from mimicnorm.paper.page import markdown
+
+    text = markdown(ROOT / "results", "../results/paper/")
+    return text.split("\n\n", 2)[2].strip()  # the title and what it is about are on the page
+
+
 MAKERS: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
-        *(ratios, peak, prediction, inductor, paper, alternatives),
+        *(ratios, peak, prediction, inductor, alternatives),
         *(accumulation, time, exactness, rounding, training, memory, accuracy),
         *(compress_bytes, compress_exactness, compress_time, compress_accuracy),
         *(coverage, measured, shortfalls),
         *(compared_resnet18, compared_vgg11, start, speed, centring, planning, signal, attention),
         *(folded, quantised, inference),
         *(kept_equal, kept_tuning, kept_alternatives),
+        *(paper,),
     )
 }
 

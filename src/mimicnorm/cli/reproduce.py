@@ -40,6 +40,8 @@ class Reproduce:
     """local: processes here. slurm: jobs, through submitit."""
     slurm: tuple[str, ...] = ()
     """What sbatch needs, as NAME=VALUE: slurm_partition=gpu timeout_min=600."""
+    only_finished: bool = False
+    """Train nothing: judge the runs that are finished, and write the page."""
     max_steps: int | None = None
     """End every run after so many steps: a trial of the whole path, which is not on the page."""
 
@@ -66,7 +68,7 @@ class Reproduce:
         if self.item == "list":
             Console().print(self._listed())
             return
-        options = ("results", "runs", "jobs", "data_dir", "device", "max_steps", "gpus")
+        options = ("results", "runs", "jobs", "data_dir", "device", "max_steps", "gpus", "only_finished")
         where: dict[str, Any] = {name: getattr(self, name) for name in options}
         if self.launcher == "slurm":
             from mimicnorm.training.slurm import Slurm

@@ -65,15 +65,20 @@ def section(data: Mapping[str, Any], folder: Path = Path()) -> Section:
     return made
 
 
-def markdown(results: str | Path) -> str:
-    """Return the page in Markdown; figures are linked, relative to ``RESULTS/paper``."""
+def markdown(results: str | Path, figures: str = "") -> str:
+    """Return the page in Markdown, with links to its figures.
+
+    Args:
+        results: Where the items' files are.
+        figures: The way from the page to the folder ``RESULTS/paper``, such as ``../results/paper/``.
+    """
     parts = [f"# {TITLE}", ABOUT]
     for s in sections(results):
         parts += [f"## {s.title}", f"{s.state}."]
         if s.lines:
             parts.append(_table(s.head, s.lines))
         if s.figure is not None:
-            parts.append(f"![{s.title}]({s.figure.name})")
+            parts.append(f"![{s.title}]({figures}{s.figure.name})")
         parts.append(_table(("claim", "verdict", "measured"), ([c, f"**{v}**", e] for c, v, e in s.verdicts)))
     return "\n\n".join(parts) + "\n"
 

@@ -13,7 +13,7 @@ import mimicnorm
 from mimicnorm.arguments import positive_int
 from mimicnorm.paper.items import ITEMS
 from mimicnorm.paper.scales import SCALES, Setting
-from mimicnorm.training.cache import trained
+from mimicnorm.training.cache import finished_runs, trained
 from mimicnorm.training.state import write_json
 from mimicnorm.training.sweep import Launcher
 
@@ -31,6 +31,7 @@ def reproduce(
     images: str = "mnist",
     launcher: Launcher | None = None,
     gpus: int = 1,
+    only_finished: bool = False,
 ) -> dict[str, Any]:
     """Train an item's runs, and write ``RESULTS/paper/ITEM-SCALE.json``: rows, verdicts, and the key of every run.
 
@@ -48,6 +49,7 @@ def reproduce(
         images: The data set whose images go through random networks.
         launcher: What starts a run, such as ``training.slurm.Slurm``; None is a process here.
         gpus: Of one run.
+        only_finished: Train nothing: judge the runs that are there.
 
     Example:
         >>> reproduce("table2", data_dir="data", jobs=2)["verdicts"]  # doctest: +SKIP
@@ -58,11 +60,13 @@ def reproduce(
         name += f"-{max_steps}-steps"
     setting = Setting(size, data_dir, images)
     recipes, done = {}, {}
-    out_of_reach = chosen.needs_gpus and scale == "desk" and max_steps is None
+    only_finished |= chosen.needs_gpus and scale == "desk" and max_steps is None
     for stage in chosen.stages:
         asked = stage(size, done)
         recipes |= asked
-        if not out_of_reach:
+        if only_finished:
+            done |= finished_runs(asked, results)
+        else:
             how: dict[str, Any] = {"data_dir": data_dir, "device": device, "launcher": launcher, "gpus": gpus}
             done |= trained(asked, results, runs, jobs=jobs, **how)
     rows = chosen.rows(done, setting)
