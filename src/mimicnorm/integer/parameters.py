@@ -1,0 +1,119 @@
+"""Trained values: an integer master, its momentum, and one update in integers.
+
+A weight's master is int16 with an exponent of its own, which follows its largest value; the network applies an int8
+copy. Biases and scalars are int32, counted in 2^-24.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mimicnorm.integer.counter import stochastic_shift
+from mimicnorm.integer.formats import CODE, Block, divided, fitting, peak, shifted
+
+SCALARS = -24
+"""The exponent of biases and scalars."""
+_VELOCITY = 28  # bits
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What an update takes beside the gradient; (m, k) stands for m * 2^-k.
+
+    Attributes:
+        lr: Learning rate, over the number of samples: gradients are sums over the batch.
+        decay: Weight decay, times the number of samples.
+        momentum: In eighths.
+        key: Of the random bits; None rounds to nearest.
+    """
+
+    lr: tuple[int, int]
+    decay: tuple[int, int]
+    momentum: int
+    key: int | None
+
+
+class Parameter:
+    """A trained value.
+
+    Args:
+        name: As in the model's state dict.
+        values: What it starts from, in floating point; rows are outputs.
+        bits: Of the master: 16, or fewer; 32 for biases and scalars.
+        centred: Whether each row's mean is taken out, at the start and after each update.
+        decayed: Whether weight decay applies.
+        speed: Multiplies its learning rate.
+    """
+
+    def __init__(
+        self, name: str, values: Tensor, *, bits: int = 32, centred: bool = False, decayed: bool = True, speed: float = 1
+    ):
+        self.name, self.bits, self.centred, self.decayed, self.speed = name, bits, centred, decayed, speed
+        largest = float(values.abs().max())
+        self.exponent = SCALARS if bits == 32 else torch.frexp(torch.tensor(largest))[1].item() - 14
+        self._drop = 0 if bits == 32 else 16 - bits
+        master = (values.double() * 2.0**-self.exponent).round().long()
+        self._set(shifted(master, self._drop) << self._drop)
+        self.velocity, self.velocity_exponent = torch.zeros_like(self.master, dtype=torch.int32), 0
+
+    def _set(self, wide: Tensor) -> None:
+        """Store new values: exponent first, then the means, so that both rounding errors are centred."""
+        if self.bits != 32:
+            largest = peak(wide)
+            if largest and not 2**12 <= largest <= 2**15 - 2**10:
+                by = fitting(largest, 0, 14)
+                wide = shifted(wide, by + self._drop) << self._drop if by > 0 else wide << -by
+                self.exponent += by
+        if self.centred:
+            rows = wide.flatten(1)
+            mean = divided(rows.sum(1), rows.shape[1] << self._drop) << self._drop
+            wide = wide - mean.view(-1, *[1] * (wide.dim() - 1))
+        limit = 2**31 - 1 if self.bits == 32 else 2**15 - 1
+        self.master = wide.clamp(-limit, limit).to(torch.int32 if self.bits == 32 else torch.int16)
+
+    def codes(self, multiplier: int | None = None) -> Block:
+        """Return the int8 copy, by shift; ``multiplier`` (Q12) is a residual scalar."""
+        wide, exponent = self.master.to(torch.int32), self.exponent
+        if multiplier is not None:
+            wide, exponent = wide * max(min(multiplier, 2**15 - 1), -(2**15) + 1), exponent - 12
+        by = fitting(peak(wide), 0)
+        return Block(shifted(wide, by).clamp_(-CODE, CODE).to(torch.int8), exponent + by)
+
+    def update(self, grad: Block, rates: Rates) -> None:
+        """Take one step of SGD with momentum and weight decay, as ``torch.optim.SGD`` does.
+
+        Velocity has 28 bits, so only the step on the master loses bits, and only it is rounded at random.
+        """
+        decay, decay_shift = rates.decay if self.decayed else (0, 0)
+        wide = self.master.long()
+        terms = [
+            (shifted(self.velocity.long() * rates.momentum, 3), self.velocity_exponent),
+            (grad.data, grad.exponent),
+            (wide * decay, self.exponent - decay_shift),
+        ]
+        tops = [fitting(largest, exponent, _VELOCITY) for data, exponent in terms if (largest := peak(data))]
+        if not tops:
+            return
+        exponent = max(tops)
+        velocity = sum((shifted(data, exponent - own) for data, own in terms), torch.zeros_like(wide))
+        self.velocity, self.velocity_exponent = velocity.to(torch.int32), exponent
+        m, k = rates.lr
+        by = self.exponent + self._drop - (exponent - k)
+        self._set(wide - (stochastic_shift(velocity * m, by, rates.key) << self._drop))
+
+    def value(self) -> Tensor:
+        """Return the values in floating point, for a model outside."""
+        return self.master.float() * 2.0**self.exponent
+
+    def state(self) -> dict[str, Tensor]:
+        """Return everything that the next update depends on."""
+        exponents = torch.tensor([self.exponent, self.velocity_exponent], dtype=torch.int32)
+        return {"master": self.master, "velocity": self.velocity, "exponents": exponents}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Put back what `state` returned."""
+        self.master, self.velocity = state["master"].clone(), state["velocity"].clone()
+        self.exponent, self.velocity_exponent = state["exponents"].tolist()
