@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mimicnorm.integer.formats import chunks
+from mimicnorm.integer.formats import CHUNK, chunks
 from mimicnorm.integer.matmul import ROWS, matmul
 
 
@@ -50,7 +50,7 @@ def forward(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     out = torch.empty(len(x), height, width, len(weight), dtype=torch.int32)
     for part in chunks(len(x), height * width * max(len(weight), weight.shape[1] // 4)):
         rows = columns(padded(x[part], geometry), geometry.kernel, geometry.stride)
-        out[part] = matmul(rows, weight.t()).view(-1, height, width, len(weight))
+        matmul(rows, weight.t(), out=out[part].view(-1, len(weight)))
     return out
 
 
@@ -60,7 +60,7 @@ def weight_gradient(x: Tensor, error: Tensor, geometry: Geometry) -> Tensor:
     pixels = error.shape[1] * error.shape[2]
     fan_in = geometry.kernel[0] * geometry.kernel[1] * x.shape[-1]
     total = torch.zeros(outputs, fan_in, dtype=torch.int64)
-    for part in chunks(len(x), max(pixels * max(outputs, fan_in // 4), 2**18 * pixels // ROWS)):
+    for part in chunks(len(x), max(pixels * max(outputs, fan_in // 4), CHUNK * pixels // ROWS)):
         rows = columns(padded(x[part], geometry), geometry.kernel, geometry.stride)
         total += matmul(error[part].reshape(-1, outputs).t(), rows)
     return total
@@ -79,8 +79,6 @@ def input_gradient(error: Tensor, weight: Tensor, geometry: Geometry, size: tupl
         if (sh, sw) == (1, 1) and (eh, ew) == size:
             return plain
         out = torch.zeros(samples, *size, channels, dtype=torch.int32)
-        ph, pw = geometry.padding
-        assert (ph, pw) == (0, 0)
         out[:, : eh * sh : sh, : ew * sw : sw] = plain
         return out
     flipped = weight.view(outputs, kh, kw, channels).flip(1, 2).permute(3, 1, 2, 0).reshape(channels, -1)
@@ -90,5 +88,5 @@ def input_gradient(error: Tensor, weight: Tensor, geometry: Geometry, size: tupl
         count = part.stop - part.start
         spread = torch.zeros(count, size[0] + kh - 1, size[1] + kw - 1, outputs, dtype=torch.int8)
         spread[:, top : top + eh * sh : sh, left : left + ew * sw : sw][:, :eh, :ew] = error[part]
-        out[part] = matmul(columns(spread, (kh, kw), (1, 1)), flipped.t()).view(count, *size, channels)
+        matmul(columns(spread, (kh, kw), (1, 1)), flipped.t(), out=out[part].view(-1, channels))
     return out

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 
 import torch
 from torch import Tensor
+
+from mimicnorm.integer.formats import CHUNK
 
 _STEP, _FACTORS, _SHIFTS = 0x9E3779B1, (0x85EBCA6B, 0xC2B2AE35), (16, 13, 16)  # the finaliser of murmur3
 
@@ -24,12 +27,22 @@ def random_bits(key: int, first: int, count: int, bits: int) -> Tensor:
         >>> torch.equal(whole[4:], random_bits(7, 4, 6, 8))
         True
     """
-    h = torch.arange(count, dtype=torch.int32).add_(_signed(first)).mul_(_signed(_STEP)).add_(key)
+    h = _steps(count) + _signed(first * _STEP + key)
     for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
         h ^= (h >> shift).bitwise_and_(2 ** (32 - shift) - 1)  # the mask makes the shift logical
         if factor is not None:
             h *= _signed(factor)
     return h.bitwise_and_(2**bits - 1)
+
+
+@functools.cache
+def _table() -> Tensor:
+    return torch.arange(CHUNK, dtype=torch.int32).mul_(_signed(_STEP))
+
+
+def _steps(count: int) -> Tensor:
+    """Return the multiples of the step; a chunk's are there already."""
+    return _table()[:count] if count <= CHUNK else torch.arange(count, dtype=torch.int32).mul_(_signed(_STEP))
 
 
 def _signed(value: int) -> int:
@@ -46,7 +59,7 @@ def stochastic_shift(data: Tensor, by: int, key: int | None, first: int = 0) -> 
         first: The index of the first element.
     """
     if by <= 0:
-        return data << min(-by, 30)
+        return data << min(-by, 30)  # a copy, like all that is returned
     if by > 24:  # more random bits than 24 say nothing
         data, by = data >> min(by - 24, 62 if data.dtype == torch.int64 else 30), 24
     if key is None:

@@ -19,6 +19,7 @@ from mimicnorm.integer import convolve
 from mimicnorm.integer.convolve import Geometry
 from mimicnorm.integer.counter import random_bits, stochastic_shift
 from mimicnorm.integer.formats import CODE, FRACTION, Block, aligned, chunks, fitting, peak, shifted
+from mimicnorm.integer.matmul import column_sums
 from mimicnorm.integer.parameters import Parameter
 
 Value = list[Block]
@@ -99,7 +100,7 @@ class Requantise(Operation):
         shape = terms[0].data.shape
         if at.calibrating:
             whole = aligned(terms, unit)
-            self.output.see(peak(whole.clamp_(min=0) if self.relu else whole), unit)
+            self.output.see(peak(whole.clamp(min=0) if self.relu else whole), unit)
             self.output.advance()
         by = self.output.exponent - unit
         codes = torch.empty(shape, dtype=torch.int8)
@@ -107,7 +108,7 @@ class Requantise(Operation):
             wide = aligned([Block(data[part], exponent) for data, exponent in terms], unit)
             if at.training:
                 self.output.see(int(wide.max()) if self.relu else peak(wide), unit)
-            codes[part] = _narrowed(wide, by).clamp_(0 if self.relu else -CODE, CODE)
+            codes[part] = _narrowed(wide, by).clamp(0 if self.relu else -CODE, CODE)  # not in place: it may be an input
         return [Block(codes, self.output.exponent)], codes if self.relu else None
 
     def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
@@ -185,7 +186,7 @@ class Product(Operation):
         self.grad += convolve.weight_gradient(images, codes, geometry)
         self.grad_exponent, self.error_exponent = unit + own, unit
         if self.bias is not None:
-            self.bias_grad += codes.flatten(0, 2).sum(0)
+            self.bias_grad += column_sums(codes.view(-1, codes.shape[-1]))
         if self.reads_input:
             return [[]]
         size = (images.shape[1], images.shape[2])

@@ -60,19 +60,25 @@ class Parameter:
         self.velocity, self.velocity_exponent = torch.zeros_like(self.master, dtype=torch.int32), 0
 
     def _set(self, wide: Tensor) -> None:
-        """Store new values: exponent first, then the means, so that both rounding errors are centred."""
+        """Store new values: centred, with the exponent that suits them."""
+        wide = self._without_means(wide)
         if self.bits != 32:
             largest = peak(wide)
             if largest and not 2**12 <= largest <= 2**15 - 2**10:
                 by = fitting(largest, 0, 14)
                 wide = shifted(wide, by + self._drop) << self._drop if by > 0 else wide << -by
+                wide = self._without_means(wide)  # rounding has moved them
                 self.exponent += by
-        if self.centred:
-            rows = wide.flatten(1)
-            mean = divided(rows.sum(1), rows.shape[1] << self._drop) << self._drop
-            wide = wide - mean.view(-1, *[1] * (wide.dim() - 1))
         limit = 2**31 - 1 if self.bits == 32 else 2**15 - 1
         self.master = wide.clamp(-limit, limit).to(torch.int32 if self.bits == 32 else torch.int16)
+
+    def _without_means(self, wide: Tensor) -> Tensor:
+        """Take the mean out of each row, as an integer: at most half a unit of it stays."""
+        if not self.centred:
+            return wide
+        rows = wide.flatten(1)
+        mean = divided(rows.sum(1), rows.shape[1] << self._drop) << self._drop
+        return wide - mean.view(-1, *[1] * (wide.dim() - 1))
 
     def codes(self, multiplier: int | None = None) -> Block:
         """Return the int8 copy, by shift; ``multiplier`` (Q12) is a residual scalar."""

@@ -72,6 +72,34 @@ class Trainer:
         self.scaler.update()
         return loss, (logits.argmax(1) == labels).sum()
 
+    def predict(self, images: Tensor) -> Tensor:
+        """Return logits in float32; the caller chooses the mode."""
+        return self.bare(images.to(memory_format=self.format)).float()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return weights, statistics and the optimizer's state by name."""
+        tensors = {f"model.{name}": tensor for name, tensor in self.bare.state_dict().items()}
+        for number, parameter in enumerate(self._parameters()):
+            for key, value in self.optimizer.state[parameter].items():
+                if value is not None:  # SGD without momentum
+                    tensors[f"optimizer.{number}.{key}"] = value
+        return tensors
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `tensors` returned."""
+        parameters = self._parameters()
+        self.bare.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
+        for name, values in tensors.items():
+            if name.startswith("optimizer."):
+                number, key = name.split(".")[1:]
+                parameter = parameters[int(number)]
+                if key != "step":  # a counter, in host memory
+                    values = torch.empty_like(parameter, requires_grad=False).copy_(values)  # in its memory format
+                self.optimizer.state[parameter][key] = values
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
     def autocast(self) -> torch.autocast:
         """The recipe's precision."""
         dtype = DTYPES.get(self.recipe.precision)
