@@ -15,6 +15,7 @@ Runs are folders of the training loop (``--runs``), so each part goes on where i
 from __future__ import annotations
 
 import argparse
+import functools
 import time as clock
 from collections.abc import Callable
 from pathlib import Path
@@ -196,7 +197,7 @@ class Traffic(TorchDispatchMode):
         super().__init__()
         self.bytes = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN204
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         read = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         made = [t for t in pytree.tree_leaves(result) if isinstance(t, Tensor)]
@@ -217,6 +218,15 @@ def storages(tensors: list[Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+def saved_by(model: nn.Module, images: Tensor, labels: Tensor) -> list[Tensor]:
+    """Return what autograd saves in a forward pass, without the weights."""
+    saved: list[Tensor] = []
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
+        F.cross_entropy(model(images), labels)
+    return [t for t in saved if t.untyped_storage().data_ptr() not in weights]
+
+
 def bytes_(_: argparse.Namespace) -> None:
     batch = 64
     rows = Rows("integer-bytes", "width", batch=batch, pixels=32)
@@ -227,11 +237,7 @@ def bytes_(_: argparse.Namespace) -> None:
         model = network(width)
         step = float_step(model, images, labels)
         step()
-        saved: list[Tensor] = []
-        weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
-            F.cross_entropy(model(images), labels)
-        saved = [t for t in saved if t.untyped_storage().data_ptr() not in weights]
+        saved = saved_by(model, images, labels)
         parameters = sum(p.numel() for p in model.parameters())
         fp32 = {"saved": storages(saved), "state": 8 * parameters, "moved": traffic(step)}
         trainer = Trainer(network(width), lr=0.0, weight_decay=5e-4)
@@ -240,7 +246,8 @@ def bytes_(_: argparse.Namespace) -> None:
         _, held = trainer.network.forward(Pass(0, trainer._key), Block(codes, 0))
         leaves = [t for t in pytree.tree_leaves(held) if isinstance(t, Tensor)]
         state = sum(t.numel() * t.element_size() for name, t in trainer.state_dict().items() if "head." not in name)
-        integers = {"saved": storages(leaves), "state": state, "moved": traffic(lambda: trainer.step(codes, labels))}
+        moved = traffic(functools.partial(trainer.step, codes, labels))
+        integers = {"saved": storages(leaves), "state": state, "moved": moved}
         rows.add({"width": width, "parameters": parameters, "fp32": fp32, "integers": integers})
 
 

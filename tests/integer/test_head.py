@@ -3,7 +3,7 @@ import torch
 from torch.nn import functional as F
 
 from mimicnorm.integer.formats import Block
-from mimicnorm.integer.head import Q, Head, _exp, _root
+from mimicnorm.integer.head import Head, Q, _exp, _root
 from mimicnorm.integer.parameters import Parameter
 from mimicnorm.layers import LastNorm
 
@@ -67,7 +67,9 @@ def test_evaluation_uses_the_running_statistics():
 
 
 def test_constant_logits_do_not_divide_by_zero():
-    outcome = Head(3, True, None, False).loss(Block(torch.full((4, 3), 5, dtype=torch.int32), -3), torch.zeros(4).long())
+    outcome = Head(3, True, None, False).loss(
+        Block(torch.full((4, 3), 5, dtype=torch.int32), -3), torch.zeros(4).long()
+    )
     assert outcome.loss == pytest.approx(1.0986, abs=1e-3)
 
 

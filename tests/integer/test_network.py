@@ -85,7 +85,7 @@ def test_networks_of_other_methods_and_architectures_are_refused_by_name():
         Trainer(model, lr=0.1)
     model = models.build("resnet10", input="cifar", width=0.125)
     mn.convert_(model, mn.ScaledWS(), example=(2, 3, 32, 32))
-    with pytest.raises(IntegerError, match="conv1: .*floating point"):
+    with pytest.raises(IntegerError, match=r"conv1: .*floating point"):
         Trainer(model, lr=0.1)
 
 

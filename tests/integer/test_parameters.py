@@ -39,7 +39,9 @@ def test_steps_below_a_unit_add_up_only_with_random_rounding():
     for key, moves in ((1, True), (None, False)):
         p = Parameter("w", start, bits=8)
         for step in range(200):  # each a tenth of a unit
-            p.update(Block(torch.ones(1, 64, dtype=torch.int64), -10), rates(lr=0.2, momentum=0, key=key and key + step))
+            p.update(
+                Block(torch.ones(1, 64, dtype=torch.int64), -10), rates(lr=0.2, momentum=0, key=key and key + step)
+            )
         change = (p.value() - start)[0, 1:].mean().item()
         assert (change == pytest.approx(-200 * 0.2 / 1024, rel=0.2)) is moves
         assert moves or change == 0

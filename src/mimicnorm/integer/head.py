@@ -184,4 +184,3 @@ def _softmax(y: Tensor, labels: Tensor) -> tuple[Tensor, float]:
     right = below.gather(1, labels[:, None])
     lost = [math.log(t / 2**30) - r / 2**Q for t, r in zip(total[:, 0].tolist(), right[:, 0].tolist(), strict=True)]
     return divided(parts << GRAD, total), math.fsum(lost) / len(lost)
-

@@ -124,7 +124,9 @@ class Requantise(Operation):
             wide = aligned([Block(data[part], exponent) for data, exponent in terms], unit)
             wide = _masked(wide, saved[part] if self.relu else None)
             self.error.see(peak(wide), unit)
-            codes[part] = narrowed_at_random(wide, self.error.exponent - unit, key, (at.first + part.start) * per_sample)
+            codes[part] = narrowed_at_random(
+                wide, self.error.exponent - unit, key, (at.first + part.start) * per_sample
+            )
         return [[Block(codes, self.error.exponent)]]
 
 

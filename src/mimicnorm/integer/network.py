@@ -90,7 +90,7 @@ def build(model: nn.Module, *, master_bits: int, decay_scalars: bool, scalar_rat
 
 
 class _Tracer(fx.Tracer):
-    """Convolutions, linear layers and everything without children are leaves; a converted layer has a foreign module."""
+    """Stops at convolutions, linear layers (converted ones have children) and all modules without children."""
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         del module_qualified_name
@@ -114,7 +114,9 @@ class _Builder:
             graph = _Tracer().trace(self.model)
         except Exception as error:  # a forward may do anything with a traced value
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise IntegerError(f"{type(self.model).__name__} cannot be traced for integer training: {reason}") from error
+            raise IntegerError(
+                f"{type(self.model).__name__} cannot be traced for integer training: {reason}"
+            ) from error
         for node in graph.nodes:
             if node.op == "output":
                 break
@@ -136,7 +138,8 @@ class _Builder:
             norm is not None,
             None if scale is None else self._parameter(scale, decayed=False),
             self.relu_after_norm,
-            *(() if norm is None else (norm.eps, round(1 / (norm.momentum or 0.1)))),
+            1e-5 if norm is None else norm.eps,
+            10 if norm is None or not norm.momentum else round(1 / norm.momentum),
         )
         for number, entry in enumerate(self.nodes):
             entry.operation.place = f"{number}"
@@ -208,10 +211,9 @@ class _Builder:
         if target in _ADD and len(inputs) == 2 and not node.kwargs:
             self._sum(node, layers.Add(name), inputs)
             return ""
-        if target is torch.cat and node.args[1:] in ((1,), ()) and node.kwargs in ({}, {"dim": 1}):
-            if node.args[1:] or node.kwargs:
-                self._on_codes(node, layers.Concat(name), inputs)
-                return ""
+        if target is torch.cat and (node.args[1:], node.kwargs) in (((1,), {}), ((), {"dim": 1})):
+            self._on_codes(node, layers.Concat(name), inputs)
+            return ""
         if target in _FLATTEN and node.args[1:] == (1,) and not node.kwargs:
             return self._flatten(node, name, inputs)
         if target in _RELU:

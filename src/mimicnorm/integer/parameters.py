@@ -6,6 +6,7 @@ copy. Biases and scalars are int32, counted in 2^-24.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -49,11 +50,18 @@ class Parameter:
     """
 
     def __init__(
-        self, name: str, values: Tensor, *, bits: int = 32, centred: bool = False, decayed: bool = True, speed: float = 1
+        self,
+        name: str,
+        values: Tensor,
+        *,
+        bits: int = 32,
+        centred: bool = False,
+        decayed: bool = True,
+        speed: float = 1,
     ):
         self.name, self.bits, self.centred, self.decayed, self.speed = name, bits, centred, decayed, speed
         largest = float(values.abs().max())
-        self.exponent = SCALARS if bits == 32 else torch.frexp(torch.tensor(largest))[1].item() - 14
+        self.exponent = SCALARS if bits == 32 else math.frexp(largest)[1] - 14
         self._drop = 0 if bits == 32 else 16 - bits
         master = (values.double() * 2.0**-self.exponent).round().long()
         self._set(shifted(master, self._drop) << self._drop)

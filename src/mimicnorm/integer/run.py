@@ -1,6 +1,6 @@
 """Integer training as a run: the loop, folder, data and evaluation of ``mimicnorm.training``, with integers inside.
 
-    result = mimicnorm.integer.run.train(recipe("digits-resnet10", precision="int8"), "runs/digits-int8")
+result = mimicnorm.integer.run.train(recipe("digits-resnet10", precision="int8"), "runs/digits-int8")
 """
 
 from __future__ import annotations

@@ -130,10 +130,8 @@ class Trainer:
 
     def evaluate(self, images: Tensor, labels: Tensor, batch: int = 256) -> float:
         """Return the fraction of samples whose largest logit is the right one."""
-        right = sum(
-            int((self.logits(i).argmax(1) == l).sum())
-            for i, l in zip(images.split(batch), labels.split(batch), strict=True)
-        )
+        parts = zip(images.split(batch), labels.split(batch), strict=True)
+        right = sum(int((self.logits(some).argmax(1) == wanted).sum()) for some, wanted in parts)
         return right / len(labels)
 
     def write_back(self) -> nn.Module:
@@ -163,7 +161,9 @@ class Trainer:
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Put back what `state_dict` returned."""
         if state.keys() != self.state_dict().keys():
-            raise IntegerError(f"the state is of another network: {sorted(state.keys() ^ self.state_dict().keys())[:4]}")
+            raise IntegerError(
+                f"the state is of another network: {sorted(state.keys() ^ self.state_dict().keys())[:4]}"
+            )
         self.steps, known = state["counters"].tolist()
         self.input_exponent = None if known == -(2**31) else known
         for watch, exponent in zip(self.network.watches, state["exponents"].tolist(), strict=True):

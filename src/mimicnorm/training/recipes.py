@@ -112,8 +112,8 @@ class Recipe:
     gamma: float = 0.1
     """Factor on the learning rate at each milestone."""
     precision: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
-    """bf16 and fp16 run under autocast; fp16 with a gradient scaler. int8 is integer training (see mimicnorm.integer): SGD
-    on the CPU, momentum rounded to eighths."""
+    """bf16 and fp16 run under autocast; fp16 with a gradient scaler. int8 is integer training (see mimicnorm.integer):
+    SGD on the CPU, with momentum rounded to eighths."""
     channels_last: bool = True
     """Keep images and weights channels last in memory (except very narrow networks on a CPU, where oneDNN crashes)."""
     activation_bits: int = 0

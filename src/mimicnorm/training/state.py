@@ -274,7 +274,11 @@ def restore(trainer: Trainer, tensors: dict[str, Tensor], state: dict[str, Any])
     """Put a checkpoint back; return where it was."""
     try:
         trainer.load_tensors(tensors)
-    except (RuntimeError, IndexError, IntegerError) as error:  # load_state_dict lists every difference on a line of its own
+    except (
+        RuntimeError,
+        IndexError,
+        IntegerError,
+    ) as error:  # load_state_dict lists every difference on a line of its own
         reason = str(error).strip().splitlines()[-1].strip()
         raise CheckpointError(
             f"the checkpoint does not fit the network that {trainer.recipe.model} builds now: {reason} Train in "
