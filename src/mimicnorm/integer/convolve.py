@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -44,11 +45,17 @@ def padded(x: Tensor, geometry: Geometry) -> Tensor:
     return F.pad(x, (0, 0, pw, pw, ph, ph)) if ph or pw else x.contiguous()
 
 
+def _parts(samples: int, pixels: int, outputs: int, fan_in: int) -> Iterator[slice]:
+    """Cut a batch so that columns and output fit a cache, but not below 2,048 rows: each product packs the weight."""
+    elements = min(pixels * max(outputs, fan_in // 4), CHUNK * pixels // 2**11)
+    return chunks(samples, max(elements, CHUNK * pixels // ROWS))
+
+
 def forward(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
     """Convolve codes (N, H, W, C) with a weight (O, kh * kw * C); return int32 (N, H', W', O)."""
     height, width = geometry.output((x.shape[1], x.shape[2]))
     out = torch.empty(len(x), height, width, len(weight), dtype=torch.int32)
-    for part in chunks(len(x), height * width * max(len(weight), weight.shape[1] // 4)):
+    for part in _parts(len(x), height * width, len(weight), weight.shape[1]):
         rows = columns(padded(x[part], geometry), geometry.kernel, geometry.stride)
         matmul(rows, weight.t(), out=out[part].view(-1, len(weight)))
     return out
@@ -60,7 +67,7 @@ def weight_gradient(x: Tensor, error: Tensor, geometry: Geometry) -> Tensor:
     pixels = error.shape[1] * error.shape[2]
     fan_in = geometry.kernel[0] * geometry.kernel[1] * x.shape[-1]
     total = torch.zeros(outputs, fan_in, dtype=torch.int64)
-    for part in chunks(len(x), max(pixels * max(outputs, fan_in // 4), CHUNK * pixels // ROWS)):
+    for part in _parts(len(x), pixels, outputs, fan_in):
         rows = columns(padded(x[part], geometry), geometry.kernel, geometry.stride)
         total += matmul(error[part].reshape(-1, outputs).t(), rows)
     return total
@@ -84,7 +91,7 @@ def input_gradient(error: Tensor, weight: Tensor, geometry: Geometry, size: tupl
     flipped = weight.view(outputs, kh, kw, channels).flip(1, 2).permute(3, 1, 2, 0).reshape(channels, -1)
     top, left = kh - 1 - geometry.padding[0], kw - 1 - geometry.padding[1]
     out = torch.empty(samples, *size, channels, dtype=torch.int32)
-    for part in chunks(samples, size[0] * size[1] * max(channels, kh * kw * outputs // 4)):
+    for part in _parts(samples, size[0] * size[1], channels, kh * kw * outputs):
         count = part.stop - part.start
         spread = torch.zeros(count, size[0] + kh - 1, size[1] + kw - 1, outputs, dtype=torch.int8)
         spread[:, top : top + eh * sh : sh, left : left + ew * sw : sw][:, :eh, :ew] = error[part]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mimicnorm.integer.counter import stochastic_shift
-from mimicnorm.integer.formats import CODE, Block, divided, fitting, peak, shifted
+from mimicnorm.integer.formats import CODE, Block, chunks, divided, fitting, peak, shifted
 
 SCALARS = -24
 """The exponent of biases and scalars."""
@@ -64,12 +64,11 @@ class Parameter:
         self.exponent = SCALARS if bits == 32 else math.frexp(largest)[1] - 14
         self._drop = 0 if bits == 32 else 16 - bits
         master = (values.double() * 2.0**-self.exponent).round().long()
-        self._set(shifted(master, self._drop) << self._drop)
+        self._set(self._without_means(shifted(master, self._drop) << self._drop))
         self.velocity, self.velocity_exponent = torch.zeros_like(self.master, dtype=torch.int32), 0
 
     def _set(self, wide: Tensor) -> None:
-        """Store new values: centred, with the exponent that suits them."""
-        wide = self._without_means(wide)
+        """Store new values, which are centred, with the exponent that suits them."""
         if self.bits != 32:
             largest = peak(wide)
             if largest and not 2**12 <= largest <= 2**15 - 2**10:
@@ -102,21 +101,31 @@ class Parameter:
         Velocity has 28 bits, so only the step on the master loses bits, and only it is rounded at random.
         """
         decay, decay_shift = rates.decay if self.decayed else (0, 0)
-        wide = self.master.long()
-        terms = [
-            (shifted(self.velocity.long() * rates.momentum, 3), self.velocity_exponent),
-            (grad.data, grad.exponent),
-            (wide * decay, self.exponent - decay_shift),
+        largest = [
+            (peak(self.velocity) * rates.momentum + 4 >> 3, self.velocity_exponent),
+            (peak(grad.data), grad.exponent),
+            (peak(self.master) * decay, self.exponent - decay_shift),
         ]
-        tops = [fitting(largest, exponent, _VELOCITY) for data, exponent in terms if (largest := peak(data))]
+        tops = [fitting(most, exponent, _VELOCITY) for most, exponent in largest if most]
         if not tops:
             return
-        exponent = max(tops)
-        velocity = sum((shifted(data, exponent - own) for data, own in terms), torch.zeros_like(wide))
-        self.velocity, self.velocity_exponent = velocity.to(torch.int32), exponent
-        m, k = rates.lr
-        by = self.exponent + self._drop - (exponent - k)
-        self._set(wide - (stochastic_shift(velocity * m, by, rates.key) << self._drop))
+        exponent, (m, k) = max(tops), rates.lr
+        by, drop = self.exponent + self._drop - (exponent - k), self._drop
+        limit = 2**31 - 1 if self.bits == 32 else 2**29
+        wide = torch.empty(self.master.shape, dtype=torch.int64 if self.bits == 32 else torch.int32)
+        for rows in chunks(len(wide), wide[0].numel()):  # int64 copies of a large weight would not fit a cache
+            own, first = self.master[rows].long(), rows.start * wide[0].numel()
+            velocity = shifted(
+                shifted(self.velocity[rows].long() * rates.momentum, 3), exponent - self.velocity_exponent
+            )
+            velocity += shifted(grad.data[rows], exponent - grad.exponent)
+            if decay:
+                velocity += shifted(own * decay, exponent - (self.exponent - decay_shift))
+            self.velocity[rows] = velocity
+            own -= stochastic_shift(velocity * m, by, rates.key, first) << drop
+            wide[rows] = self._without_means(own.clamp_(-limit, limit))
+        self.velocity_exponent = exponent
+        self._set(wide)
 
     def value(self) -> Tensor:
         """Return the values in floating point, for a model outside."""
