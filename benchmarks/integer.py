@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mimicnorm as mn
 from mimicnorm import models
-from mimicnorm.compare.timing import interleaved, summary
+from mimicnorm.compare.timing import summary
 from mimicnorm.integer import Trainer, convolve, run
 from mimicnorm.integer.layers import Block, Pass
 from mimicnorm.integer.matmul import matmul as product
@@ -107,9 +107,24 @@ def ablation(options: argparse.Namespace) -> None:
 # -- time --------------------------------------------------------------------------------------------------------
 
 
+def processor_seconds(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Return the processor time of each way, one per round, in turns.
+
+    Not the time on the clock: where other processes share the cores, a long product waits for them and a short one does
+    not, which would favour integers.
+    """
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for turn in range(rounds + 2):
+        for way, run_once in ways.items():
+            begun = clock.process_time()
+            run_once()
+            if turn >= 2:  # the first ones are slower
+                seconds[way].append(clock.process_time() - begun)
+    return seconds
+
+
 def matmul(options: argparse.Namespace) -> None:
-    torch.set_num_threads(options.threads)
-    rows = Rows("integer-matmul", "channels", rounds=options.rounds, threads=options.threads)
+    rows = Rows("integer-matmul", "channels", rounds=options.rounds, threads=1, time="processor")
     for channels in WIDTHS:
         if (channels,) in rows:
             continue
@@ -123,7 +138,7 @@ def matmul(options: argparse.Namespace) -> None:
             "bf16": lambda a=half, b=half_weight: a @ b.t(),
             "int8": lambda a=codes, b=weight: product(a, b.t()),
         }
-        seconds = interleaved(ways, rounds=options.rounds)
+        seconds = processor_seconds(ways, options.rounds)
         work = 2 * pixels * 9 * channels * channels
         rate = {way: work / min(s) / 1e9 for way, s in seconds.items()}
         rows.add({"channels": channels, "pixels": pixels, "gflops": rate, "over_fp32": summary(seconds, "fp32")})
@@ -150,8 +165,7 @@ def float_step(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[],
 
 
 def step(options: argparse.Namespace) -> None:
-    torch.set_num_threads(options.threads)
-    rows = Rows("integer-step", "width", rounds=options.rounds, threads=options.threads)
+    rows = Rows("integer-step", "width", rounds=options.rounds, threads=1, time="processor")
     for width, batch in ((0.25, 128), (0.5, 64), (1.0, 32)):
         if (width,) in rows:
             continue
@@ -161,7 +175,7 @@ def step(options: argparse.Namespace) -> None:
             "fp32": float_step(network(width), images, labels),
             "integers": lambda t=trainer, i=images, y=labels: t.step(i, y),
         }
-        seconds = interleaved(ways, rounds=options.rounds, budget=120)
+        seconds = processor_seconds(ways, options.rounds)
         rate = {way: batch / min(s) for way, s in seconds.items()}
         share = share_of_products(ways["integers"])
         row = {"width": width, "batch": batch, "images_per_second": rate, "share_of_products": share}
@@ -173,16 +187,16 @@ def share_of_products(step: Callable[[], object]) -> float:
     spent = [0.0]
 
     def timed(*args: Tensor, **kwargs: Tensor) -> Tensor:
-        begun = clock.perf_counter()
+        begun = clock.process_time()
         result = product(*args, **kwargs)
-        spent[0] += clock.perf_counter() - begun
+        spent[0] += clock.process_time() - begun
         return result
 
     convolve.matmul = timed
     try:
-        begun = clock.perf_counter()
+        begun = clock.process_time()
         step()
-        return spent[0] / (clock.perf_counter() - begun)
+        return spent[0] / (clock.process_time() - begun)
     finally:
         convolve.matmul = product
 
@@ -262,9 +276,8 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--network", choices=SMALL, default="resnet18")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)  # processor time is that of one thread
     for part in options.parts or PARTS:
         PARTS[part](options)
 
