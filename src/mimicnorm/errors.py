@@ -87,6 +87,14 @@ class DeployError(MimicNormError):
     """A network cannot be folded, exported or quantised, or the file cannot be written."""
 
 
+class IntegerError(MimicNormError):
+    """A network has no integer form; ``refusals`` lists (qualified name, reason)."""
+
+    def __init__(self, message: str, refusals: Iterable[tuple[str, str]] = ()):
+        super().__init__(message)
+        self.refusals = tuple(refusals)
+
+
 class TheoryError(MimicNormError):
     """An argument for which the theory has no answer."""
 

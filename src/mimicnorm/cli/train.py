@@ -36,17 +36,29 @@ class Options:
     device: str = "auto"
     """cpu, cuda, ...; auto is the GPU if there is one."""
 
+    integer: bool = False
+    """Train in integers, as --precision int8: see mimicnorm.integer."""
+
     def run(self) -> None:
         """Train or resume; print how it ended."""
         fields = given_fields(self)
+        if self.integer:
+            if fields.get("precision", "int8") != "int8":
+                raise RecipeError(f"--integer and --precision {fields['precision']}: give one of them")
+            fields["precision"] = "int8"
         name = self.recipe or ("fine-tune" if "init_from" in fields else None)
         if name is None:
             raise RecipeError("name a recipe, such as cifar100-resnet18 (mimicnorm train --help), or give --init-from")
         chosen = recipe(name, **fields)
         chosen.check_names()
-        out = folder(self.out, f"{Path(name).stem}-{chosen.method}-seed{chosen.seed}")
+        integer = chosen.precision == "int8"
+        usual = f"{Path(name).stem}-{chosen.method}-seed{chosen.seed}"
+        out = folder(self.out, f"{usual}-int8" if integer else usual)
 
-        from mimicnorm.training import train
+        if integer:
+            from mimicnorm.integer.run import train
+        else:
+            from mimicnorm.training import train
 
         options = ("data_dir", "tensorboard", "checkpoint_steps", "checkpoint_seconds", "device")
         result = train(chosen, out, **{k: getattr(self, k) for k in options})

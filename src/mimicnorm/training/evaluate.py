@@ -36,7 +36,7 @@ def evaluate(trainer: Trainer, source: Source) -> dict[str, float | None]:
         with torch.no_grad(), trainer.autocast():
             given = source.batches(shares, seed=recipe.seed, epoch=0, augment=False, device=processes.device)
             for images, labels in given:
-                logits = model(images.to(memory_format=trainer.format)).float()
+                logits = trainer.predict(images)
                 top5 = (logits.topk(min(5, logits.shape[1])).indices == labels[:, None]).sum()
                 sums.append(torch.stack([F.cross_entropy(logits, labels, reduction="sum"), top5.float()]))
                 bins.append(by_confidence(logits, labels))

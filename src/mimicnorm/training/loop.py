@@ -13,14 +13,14 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mimicnorm import data
 from mimicnorm.arguments import positive_int
@@ -28,7 +28,7 @@ from mimicnorm.errors import NonFiniteError, RecipeError
 from mimicnorm.layers import LastNorm
 from mimicnorm.training.build import network
 from mimicnorm.training.evaluate import evaluate
-from mimicnorm.training.processes import init_process_group
+from mimicnorm.training.processes import Processes, init_process_group
 from mimicnorm.training.progress import Progress
 from mimicnorm.training.recipes import Recipe
 from mimicnorm.training.state import METRICS, TIMING, Position, Result, RunFolder, data_identity, restore, run_folder
@@ -50,6 +50,7 @@ def train(
     checkpoint_steps: int = 0,
     checkpoint_seconds: float = 600.0,
     device: str = "auto",
+    make_trainer: Callable[[Recipe, nn.Module, Processes, int], Trainer] = Trainer,
 ) -> Result:
     """Train a recipe in a folder; the same call again resumes, or returns the finished result.
 
@@ -67,6 +68,7 @@ def train(
         checkpoint_steps: Steps between checkpoints, which are also saved at the end of each epoch; 0 is never.
         checkpoint_seconds: Seconds between checkpoints.
         device: "auto" is the GPU if there is one.
+        make_trainer: Makes what takes the steps; ``mimicnorm.integer.run`` has another.
 
     Example:
         >>> from mimicnorm.training import recipe, train
@@ -78,6 +80,8 @@ def train(
         raise RecipeError(f"{checkpoint_seconds=}: use a number of seconds of at least 0")
     if sources and (recipe.validation or recipe.classes):
         raise RecipeError("sources are used as they are: choose classes and hold images out before, not in the recipe")
+    if recipe.precision == "int8" and make_trainer is Trainer:
+        raise RecipeError('precision="int8" is trained by mimicnorm.integer.run.train, or mimicnorm train --integer')
     with contextlib.ExitStack() as stack:
         processes = stack.enter_context(init_process_group(device))
         folder = stack.enter_context(run_folder(Path(out), recipe, processes.main))
@@ -93,7 +97,7 @@ def train(
         stack.enter_context(torch.random.fork_rng([processes.device] if processes.device.type == "cuda" else []))
         stop = stack.enter_context(_stop_signals())
         steps = recipe.epochs * (len(train_set) // recipe.batch)
-        trainer = Trainer(recipe, network(recipe, train_set), processes, steps)
+        trainer = make_trainer(recipe, network(recipe, train_set), processes, steps)
         checkpoint = processes.on_main(lambda: folder.resume(data_identity(train_set, test_set)))
         position = restore(trainer, *checkpoint) if checkpoint else Position()
         board = folder.path / "tensorboard" if tensorboard and processes.main else None

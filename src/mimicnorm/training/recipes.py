@@ -26,7 +26,7 @@ INITS = ("auto", "theory", "calibrate", "keep", "none")
 """How starting weights are called on the command line."""
 _CHOICES = {
     "init": INITS,
-    "precision": ("fp32", "bf16", "fp16"),
+    "precision": ("fp32", "bf16", "fp16", "int8"),
     "activation_bits": (0, 2, 4, 8, 32),
     "augment": ("standard", "light", "none"),
     "schedule": ("steps", "cosine", "linear"),
@@ -111,8 +111,9 @@ class Recipe:
     """Fractions of the run at which schedule=steps multiplies the learning rate by gamma, such as 0.5 0.75."""
     gamma: float = 0.1
     """Factor on the learning rate at each milestone."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """bf16 and fp16 run under autocast; fp16 with a gradient scaler."""
+    precision: Literal["fp32", "bf16", "fp16", "int8"] = "fp32"
+    """bf16 and fp16 run under autocast; fp16 with a gradient scaler. int8 is integer training (see mimicnorm.integer):
+    SGD on the CPU, with momentum rounded to eighths."""
     channels_last: bool = True
     """Keep images and weights channels last in memory (except very narrow networks on a CPU, where oneDNN crashes)."""
     activation_bits: int = 0
@@ -159,6 +160,8 @@ class Recipe:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise RecipeError(f"{name}={getattr(self, name)!r}: use one of {', '.join(map(str, known))}")
+        if self.precision == "int8" and (self.optimizer != "sgd" or self.compile or self.activation_bits):
+            raise RecipeError('precision="int8" has one optimizer, sgd, and takes neither compile nor activation_bits')
         if self.activation_bits and self.compile:
             raise RecipeError(
                 f"activation_bits={self.activation_bits} and compile=True: what compiled code saves cannot be "

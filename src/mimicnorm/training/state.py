@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from mimicnorm.data import Source
-from mimicnorm.errors import CheckpointError, RecipeError
+from mimicnorm.errors import CheckpointError, IntegerError, RecipeError
 from mimicnorm.training.progress import print_line
 from mimicnorm.training.recipes import Recipe
 from mimicnorm.training.step import Trainer
@@ -188,7 +188,7 @@ class RunFolder:
         logs = {name: path.stat().st_size for name in (METRICS, TIMING) if (path := self.path / name).exists()}
         state = {"recipe": self.recipe, "data": self.data, "logs": logs, "scaler": trainer.scaler.state_dict()}
         path = self.checkpoints / f"step-{position.step:09d}.safetensors"
-        save_tensors(path, _tensors(trainer), state | {"position": dataclasses.asdict(position)})
+        save_tensors(path, trainer.tensors(), state | {"position": dataclasses.asdict(position)})
         others = self._newest_first()
         at = others.index(path)  # newer ones are damaged, or the run would have resumed from them
         for other in others[:at] + others[at + CHECKPOINTS :]:
@@ -270,29 +270,15 @@ def data_identity(train_set: Source, test_set: Source) -> dict[str, Any]:
 # -- tensors of a run ----------------------------------------------------------------------------------------
 
 
-def _tensors(trainer: Trainer) -> dict[str, Tensor]:
-    """Return weights, statistics and the optimizer's state by name."""
-    tensors = {f"model.{name}": tensor for name, tensor in trainer.bare.state_dict().items()}
-    for number, parameter in enumerate(_parameters(trainer)):
-        for key, value in trainer.optimizer.state[parameter].items():
-            if value is not None:  # SGD without momentum
-                tensors[f"optimizer.{number}.{key}"] = value
-    return tensors
-
-
 def restore(trainer: Trainer, tensors: dict[str, Tensor], state: dict[str, Any]) -> Position:
     """Put a checkpoint back; return where it was."""
-    parameters = _parameters(trainer)
     try:
-        trainer.bare.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
-        for name, values in tensors.items():
-            if name.startswith("optimizer."):
-                number, key = name.split(".")[1:]
-                parameter = parameters[int(number)]
-                if key != "step":  # a counter, in host memory
-                    values = torch.empty_like(parameter, requires_grad=False).copy_(values)  # in its memory format
-                trainer.optimizer.state[parameter][key] = values
-    except (RuntimeError, IndexError) as error:  # load_state_dict lists every difference on a line of its own
+        trainer.load_tensors(tensors)
+    except (
+        RuntimeError,
+        IndexError,
+        IntegerError,
+    ) as error:  # load_state_dict lists every difference on a line of its own
         reason = str(error).strip().splitlines()[-1].strip()
         raise CheckpointError(
             f"the checkpoint does not fit the network that {trainer.recipe.model} builds now: {reason} Train in "
@@ -300,10 +286,6 @@ def restore(trainer: Trainer, tensors: dict[str, Tensor], state: dict[str, Any])
         ) from error
     trainer.scaler.load_state_dict(state["scaler"])
     return Position(**state["position"])
-
-
-def _parameters(trainer: Trainer) -> list[Tensor]:
-    return [p for group in trainer.optimizer.param_groups for p in group["params"]]
 
 
 # -- files ---------------------------------------------------------------------------------------------------

@@ -43,13 +43,14 @@ class Trainer:
         bare: The network itself, neither wrapped nor compiled: what is evaluated and saved.
     """
 
+    _logits: Tensor | None = None
+
     def __init__(self, recipe: Recipe, model: nn.Module, processes: Processes, steps: int):
         self.recipe, self.processes, self.steps = recipe, processes, steps
         last = recipe.channels_last and not (processes.device.type == "cpu" and _would_crash(model))
         self.format = torch.channels_last if last else torch.contiguous_format
         self.bare = model.to(processes.device).to(memory_format=self.format).train()  # pyrefly: ignore
         self.optimizer = optimizer(recipe, model)
-        self._logits: Tensor | None = None
         self.scaler = torch.amp.GradScaler(processes.device.type, enabled=recipe.precision == "fp16")
         self.model: Any = torch.compile(self.bare) if recipe.compile else self.bare
         if processes.size > 1:  # statistics differ only in BatchNorms; evaluation takes the main process's
@@ -77,6 +78,34 @@ class Trainer:
     def logit_variance(self) -> Tensor | None:
         """Return the variance of each class's logits in this process's part of the last batch, as the loss saw them."""
         return None if self._logits is None or len(self._logits) < 2 else self._logits.float().var(0)
+
+    def predict(self, images: Tensor) -> Tensor:
+        """Return logits in float32; the caller chooses the mode."""
+        return self.bare(images.to(memory_format=self.format)).float()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return weights, statistics and the optimizer's state by name."""
+        tensors = {f"model.{name}": tensor for name, tensor in self.bare.state_dict().items()}
+        for number, parameter in enumerate(self._parameters()):
+            for key, value in self.optimizer.state[parameter].items():
+                if value is not None:  # SGD without momentum
+                    tensors[f"optimizer.{number}.{key}"] = value
+        return tensors
+
+    def load_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Put back what `tensors` returned."""
+        parameters = self._parameters()
+        self.bare.load_state_dict({k[6:]: v for k, v in tensors.items() if k.startswith("model.")})
+        for name, values in tensors.items():
+            if name.startswith("optimizer."):
+                number, key = name.split(".")[1:]
+                parameter = parameters[int(number)]
+                if key != "step":  # a counter, in host memory
+                    values = torch.empty_like(parameter, requires_grad=False).copy_(values)  # in its memory format
+                self.optimizer.state[parameter][key] = values
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def autocast(self) -> torch.autocast:
         """The recipe's precision."""

@@ -1,0 +1,186 @@
+"""The head in integers: the last BN over the whole batch, softmax by a table, cross entropy and their gradients.
+
+It works on (samples, positions, classes) in int64: a few thousand numbers. Qn is a count of 2^-n.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mimicnorm.integer.formats import Block, divided, fitting, peak, shifted
+from mimicnorm.integer.parameters import Parameter
+
+Q = 16
+"""Fraction bits of normalised logits."""
+GRAD = 24
+"""Fraction bits of probabilities and their gradients."""
+_TABLE_BITS = 10
+_POWERS = [round(2**30 * 2 ** (-i / 2**_TABLE_BITS)) for i in range(2**_TABLE_BITS)]  # 2^-x for x in [0, 1), Q30
+_LOG2_E = round(math.log2(math.e) * 2**Q)
+_LOGITS, _MORE = 20, 4  # bits of a logit, and bits behind them for mean and deviation
+_MEAN, _VAR = -16, -24  # the exponents of running statistics
+
+
+@dataclass
+class Outcome:
+    """What a batch gave.
+
+    Attributes:
+        loss: The mean cross entropy; a Python number, for people to read.
+        correct: How many of the largest logits were right.
+        error: The gradient of the summed loss by the logits that came in.
+    """
+
+    loss: float
+    correct: int
+    error: Block
+
+
+class Head:
+    """From logits to a loss.
+
+    Args:
+        classes: How many.
+        normalised: Whether there is a last BN.
+        scale: Its logit scale, if it has one.
+        relu: Whether a ReLU stands behind it (some SqueezeNets).
+        eps: Added to the variance.
+        average: The running statistics move by 1 / this.
+    """
+
+    def __init__(
+        self, classes: int, normalised: bool, scale: Parameter | None, relu: bool, eps: float = 1e-5, average: int = 10
+    ):
+        self.normalised, self.scale, self.relu, self.eps, self.average = normalised, scale, relu, eps, average
+        self.mean = torch.zeros(classes, dtype=torch.int64)
+        self.var = torch.full((classes,), 1 << -_VAR, dtype=torch.int64)
+        self.scale_grad: Block | None = None
+
+    def loss(self, logits: Block, labels: Tensor) -> Outcome:
+        """Normalise, compare with the labels, and go all the way back to the logits."""
+        z, unit = _counted(logits)
+        (samples, positions, _), count = z.shape, z.shape[0] * z.shape[1]
+        if self.normalised:
+            total = z.sum((0, 1))
+            centred = (z << _MORE) - divided(total << _MORE, count)
+            unit -= _MORE
+            square = divided(centred.square().sum((0, 1)), count)
+            deviation = _root(square + self._eps_in(2 * unit))
+            x = divided(centred << Q, deviation)
+            self._average(divided(total << _MORE, count), square, unit, count)
+        else:
+            x, deviation = _moved(z, unit, -Q), None
+        scale, slope = self._factor()
+        y, open_ = self._through(x, scale, positions)
+        probabilities, loss = _softmax(y, labels)
+        correct = int((y.argmax(1) == labels).sum())
+        grad = probabilities
+        grad[torch.arange(samples), labels] -= 1 << GRAD
+        dy = divided(grad, positions)[:, None].expand(x.shape)
+        dy = dy * open_ if open_ is not None else dy
+        if self.scale is not None:  # Q24 times Q16, times the slope in Q16
+            self.scale_grad = Block((shifted((dy * x).sum().view(1), Q) * slope), -GRAD - Q)
+        dx = shifted(dy * scale, Q) if scale is not None else dy
+        if deviation is None:
+            return Outcome(loss, correct, Block(dx, -GRAD))
+        along = divided(shifted(dx * x, Q).sum((0, 1)), count)
+        d = dx - divided(dx.sum((0, 1)), count) - shifted(x * along, Q)
+        return Outcome(loss, correct, Block(divided(d << Q, deviation), -GRAD - Q - unit))
+
+    def logits(self, logits: Block) -> Tensor:
+        """Return (samples, classes) in Q16, normalised by the running statistics."""
+        z, unit = _counted(logits)
+        if self.normalised:
+            unit -= _MORE
+            deviation = _root(_moved(self.var, _VAR, 2 * unit) + self._eps_in(2 * unit))
+            x = divided(((z << _MORE) - _moved(self.mean, _MEAN, unit)) << Q, deviation)
+        else:
+            x = _moved(z, unit, -Q)
+        return self._through(x, self._factor()[0], z.shape[1])[0]
+
+    def _through(self, x: Tensor, scale: int | None, positions: int) -> tuple[Tensor, Tensor | None]:
+        """Return logits after the scalar, the ReLU and the mean over positions, and where the ReLU was open."""
+        y = x if scale is None else shifted(x * scale, Q)
+        open_ = (y > 0).long() if self.relu else None
+        return divided((y if open_ is None else y * open_).sum(1), positions), open_
+
+    def _factor(self) -> tuple[int | None, int]:
+        """Return what multiplies the logits and its slope, both Q16: s, or exp(s - 1) below 1."""
+        if self.scale is None:
+            return None, 0
+        s = int(shifted(self.scale.master, -Q - self.scale.exponent))
+        if s >= 1 << Q:
+            return s, 1 << Q
+        below = int(_exp(torch.tensor([s - (1 << Q)]))) >> 30 - Q
+        return below, below
+
+    def _eps_in(self, unit: int) -> int:
+        return max(1, int(math.ldexp(self.eps, -unit))) if unit < 0 else 1
+
+    def _average(self, mean: Tensor, square: Tensor, unit: int, count: int) -> None:
+        """Move the running statistics; the variance is the unbiased one, as in BatchNorm."""
+        unbiased = divided(_moved(square, 2 * unit, _VAR) * count, max(count - 1, 1))
+        self.mean += divided(_moved(mean, unit, _MEAN) - self.mean, self.average)
+        self.var += divided(unbiased - self.var, self.average)
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the running statistics."""
+        return {"mean": self.mean, "var": self.var}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Put back what `state` returned."""
+        self.mean, self.var = state["mean"].clone(), state["var"].clone()
+
+    def statistics(self) -> tuple[Tensor, Tensor]:
+        """Return running mean and variance in floating point, for a model outside."""
+        return self.mean.float() * 2.0**_MEAN, self.var.float() * 2.0**_VAR
+
+
+def _counted(logits: Block) -> tuple[Tensor, int]:
+    """Return logits of 20 bits as (samples, positions, classes), and their unit. The whole batch is here."""
+    data = logits.data.long()
+    by = max(fitting(peak(data), 0, _LOGITS), 0)
+    return shifted(data, by).reshape(len(data), -1, data.shape[-1]), logits.exponent + by
+
+
+def _moved(data: Tensor, unit: int, to: int) -> Tensor:
+    """Return the same values counted in ``2^to``."""
+    return shifted(data, to - unit)
+
+
+def _root(square: Tensor) -> Tensor:
+    """Return the integer square root, digit by digit.
+
+    Example:
+        >>> _root(torch.tensor([15, 16, 10**12])).tolist()
+        [3, 4, 1000000]
+    """
+    rest, root = square.clone(), torch.zeros_like(square)
+    bit = 1 << 62
+    while bit:
+        fits = (rest >= root + bit).long()
+        rest -= fits * (root + bit)
+        root = (root >> 1) + fits * bit
+        bit >>= 2
+    return root.clamp_(min=1)
+
+
+def _exp(x: Tensor) -> Tensor:
+    """Return exp(x) in Q30 for x of at most 0 in Q16: a shift and a table of 2^-f."""
+    power = shifted(-x.clamp(min=-(40 << Q)) * _LOG2_E, Q)
+    fraction = (power & 2**Q - 1) >> Q - _TABLE_BITS
+    return torch.tensor(_POWERS)[fraction] >> (power >> Q).clamp(max=62)
+
+
+def _softmax(y: Tensor, labels: Tensor) -> tuple[Tensor, float]:
+    """Return probabilities in Q24, and the mean cross entropy."""
+    below = y - y.amax(1, keepdim=True)
+    parts = _exp(below)
+    total = parts.sum(1, keepdim=True)
+    right = below.gather(1, labels[:, None])
+    lost = [math.log(t / 2**30) - r / 2**Q for t, r in zip(total[:, 0].tolist(), right[:, 0].tolist(), strict=True)]
+    return divided(parts << GRAD, total), math.fsum(lost) / len(lost)

@@ -1,0 +1,332 @@
+"""The operations of a network, each with its backward pass, on blocks of integers.
+
+A value is a list of blocks that are to be summed: one block of int8 codes after `Requantise`, pooling and views; int32
+blocks after products and sums. Samples come first, channels last. An error is a list of blocks, too, and reaches a
+product as one block of codes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from mimicnorm.integer import convolve
+from mimicnorm.integer.convolve import Geometry
+from mimicnorm.integer.counter import random_bits, stochastic_shift
+from mimicnorm.integer.formats import CODE, FRACTION, Block, aligned, chunks, fitting, peak, shifted
+from mimicnorm.integer.matmul import column_sums
+from mimicnorm.integer.parameters import Parameter
+
+Value = list[Block]
+
+
+@dataclass
+class Pass:
+    """One way through the network with some samples of a batch.
+
+    Attributes:
+        first: The index of the first sample in its batch.
+        key: Gives the key of random bits for a place.
+        training: Whether there is dropout, and exponents are watched.
+        calibrating: Whether exponents are taken from this very pass, for want of an earlier one.
+        stochastic: Whether errors are rounded at random, or to nearest.
+    """
+
+    first: int
+    key: Callable[[str], int]
+    training: bool = True
+    calibrating: bool = False
+    stochastic: bool = True
+
+
+class Operation:
+    """What a node of the network does. ``name`` is the module's qualified name, or that of the one it is in."""
+
+    def __init__(self, name: str):
+        self.name, self.place = name, name  # a module may be called twice; the network numbers its places
+
+    def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
+        """Return the output, and what the backward pass needs."""
+        raise NotImplementedError
+
+    def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
+        """Return the error of each input."""
+        raise NotImplementedError
+
+
+class Watch:
+    """An exponent that follows the largest value of the step before.
+
+    The exponent of a step is known before its first sample, so samples do not depend on each other, and a batch gives
+    the same codes whole or in micro-batches.
+    """
+
+    def __init__(self) -> None:
+        self.exponent, self.peak, self.unit = 0, 0, 0
+
+    def see(self, largest: int, unit: int) -> None:
+        """Note a value of ``largest * 2^unit``; units are the same throughout a step."""
+        self.peak, self.unit = (max(self.peak, largest), unit) if unit == self.unit else (largest, unit)
+
+    def advance(self) -> None:
+        """Let the exponent follow what was seen."""
+        if self.peak:
+            self.exponent, self.peak = fitting(self.peak, self.unit), 0
+
+    def unit_for(self, terms: Value, calibrating: bool) -> int:
+        """Return what the sum of blocks is counted in: a single block's own unit, else a fraction of a code."""
+        if len(terms) == 1:
+            return terms[0].exponent
+        if calibrating:
+            return max(fitting(peak(t.data), t.exponent) for t in terms) - FRACTION
+        return self.exponent - FRACTION
+
+
+class Requantise(Operation):
+    """ReLU (or nothing) and int8 codes forward; the ReLU's mask and int8 errors, rounded at random, backward."""
+
+    def __init__(self, name: str, relu: bool):
+        super().__init__(name)
+        self.relu, self.output, self.error = relu, Watch(), Watch()
+
+    def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
+        (terms,) = values
+        unit = self.output.unit_for(terms, at.calibrating)
+        shape = terms[0].data.shape
+        if at.calibrating:
+            whole = aligned(terms, unit)
+            self.output.see(peak(whole.clamp(min=0) if self.relu else whole), unit)
+            self.output.advance()
+        by = self.output.exponent - unit
+        codes = torch.empty(shape, dtype=torch.int8)
+        for part in chunks(shape[0], shape[1:].numel()):
+            wide = aligned([Block(data[part], exponent) for data, exponent in terms], unit)
+            if at.training:
+                self.output.see(int(wide.max()) if self.relu else peak(wide), unit)
+            codes[part] = _narrowed(wide, by).clamp(0 if self.relu else -CODE, CODE)  # not in place: it may be an input
+        return [Block(codes, self.output.exponent)], codes if self.relu else None
+
+    def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
+        shape = saved.shape if self.relu else torch.broadcast_shapes(*(e.data.shape for e in error))
+        terms = [Block(e.data.expand(shape), e.exponent) for e in error]
+        unit = self.error.unit_for(terms, at.calibrating)
+        if at.calibrating:
+            self.error.see(peak(_masked(aligned(terms, unit), saved)), unit)
+            self.error.advance()
+        key = at.key(self.place) if at.stochastic else None
+        codes, per_sample = torch.empty(shape, dtype=torch.int8), shape[1:].numel()
+        for part in chunks(shape[0], per_sample):
+            wide = aligned([Block(data[part], exponent) for data, exponent in terms], unit)
+            wide = _masked(wide, saved[part] if self.relu else None)
+            self.error.see(peak(wide), unit)
+            codes[part] = narrowed_at_random(
+                wide, self.error.exponent - unit, key, (at.first + part.start) * per_sample
+            )
+        return [[Block(codes, self.error.exponent)]]
+
+
+def _masked(wide: Tensor, codes: Tensor | None) -> Tensor:
+    """Return the error where the ReLU was open. A product with a boolean mask takes ten times as long."""
+    return wide if codes is None else wide.bitwise_and(codes.clamp(max=1).neg_().to(torch.int32))
+
+
+def _narrowed(wide: Tensor, by: int) -> Tensor:
+    """Return ``wide / 2^by``, to nearest; saturates later, so what is shifted left must not overflow before."""
+    return shifted(wide.clamp(-CODE, CODE), max(by, -20)) if by < 0 else shifted(wide, by)
+
+
+def narrowed_at_random(wide: Tensor, by: int, key: int | None, first: int) -> Tensor:
+    """Return int8 codes of ``wide / 2^by``, rounded at random and saturating."""
+    if by < 0:
+        wide, by = wide.clamp(-CODE, CODE), max(by, -20)
+    return stochastic_shift(wide, by, key, first).clamp_(-CODE, CODE).to(torch.int8)
+
+
+class Product(Operation):
+    """A convolution or linear layer: int8 times int8, summed in int32."""
+
+    def __init__(
+        self,
+        name: str,
+        weight: Parameter,
+        bias: Parameter | None,
+        scale: Parameter | None,
+        geometry: Geometry | None,
+        reads_input: bool,
+    ):
+        super().__init__(name)
+        self.weight, self.bias, self.scale, self.geometry = weight, bias, scale, geometry
+        self.reads_input = reads_input  # then nobody asks for the input's error
+
+    def prepare(self) -> None:
+        """Make the int8 copy for a step, the residual scalar included, and forget gradients."""
+        self.multiplier = None if self.scale is None else int(shifted(self.scale.master, 12))
+        codes, exponent = self.weight.codes(self.multiplier)
+        self.codes, self.exponent = codes.flatten(1), exponent
+        self.grad = torch.zeros(self.codes.shape, dtype=torch.int64)
+        self.bias_grad = torch.zeros(len(codes), dtype=torch.int64)
+
+    def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
+        ((x, unit),) = values[0]
+        out = convolve.forward(_as_images(x), self.codes, self.geometry or Geometry())
+        unit += self.exponent
+        if self.bias is not None:
+            limit = 2**30
+            wide = shifted(self.bias.master.long(), unit - self.bias.exponent).clamp_(-limit, limit)
+            out += wide.to(torch.int32)
+        return [Block(out if self.geometry else out.flatten(1), unit)], values[0][0]
+
+    def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
+        ((codes, unit),), (x, own) = error, saved
+        geometry = self.geometry or Geometry()
+        codes, images = _as_images(codes), _as_images(x)
+        self.grad += convolve.weight_gradient(images, codes, geometry)
+        self.grad_exponent, self.error_exponent = unit + own, unit
+        if self.bias is not None:
+            self.bias_grad += column_sums(codes.view(-1, codes.shape[-1]))
+        if self.reads_input:
+            return [[]]
+        size = (images.shape[1], images.shape[2])
+        back = convolve.input_gradient(codes, self.codes, geometry, size)
+        return [[Block(back.view(x.shape), unit + self.exponent)]]
+
+    def gradients(self) -> list[tuple[Parameter, Block]]:
+        """Return the gradient of each parameter, summed over the samples since `prepare`."""
+        grad, exponent = self.grad, self.grad_exponent
+        pairs = []
+        if self.scale is not None and self.multiplier is not None:  # the weight applied is scale * weight
+            inner = (grad * self.weight.master.flatten(1)).sum().view(1)
+            pairs.append((self.scale, Block(inner, exponent + self.weight.exponent)))
+            grad, exponent = grad * self.multiplier, exponent - 12
+        pairs.append((self.weight, Block(grad.view(self.weight.master.shape), exponent)))
+        if self.bias is not None:
+            pairs.append((self.bias, Block(self.bias_grad, self.error_exponent)))
+        return pairs
+
+
+def _as_images(x: Tensor) -> Tensor:
+    return x if x.dim() == 4 else x.view(len(x), 1, 1, -1)
+
+
+class Add(Operation):
+    """A residual sum: blocks side by side, summed where they are requantised."""
+
+    def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
+        return [block for value in values for block in value], len(values)
+
+    def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
+        return [error] * saved
+
+
+class Concat(Operation):
+    """Channels side by side, counted in the coarsest unit."""
+
+    def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
+        blocks = [value[0] for value in values]
+        unit = max(block.exponent for block in blocks)
+        codes = [shifted(b.data.to(torch.int16), min(unit - b.exponent, 10)).to(torch.int8) for b in blocks]
+        return [Block(torch.cat(codes, -1), unit)], [c.shape[-1] for c in codes]
+
+    def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
+        parts = [data.split(saved, -1) for data, _ in error]
+        return [[Block(p[i], e.exponent) for p, e in zip(parts, error, strict=True)] for i in range(len(saved))]
+
+
+class Flatten(Operation):
+    """Vectors from images, in PyTorch's order of channels, rows, columns."""
+
+    def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
+        shape = values[0][0].data.shape
+        if len(shape) == 2:
+            return values[0], shape
+        return [Block(x.permute(0, 3, 1, 2).reshape(len(x), -1), unit) for x, unit in values[0]], shape
+
+    def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
+        if len(saved) == 2:
+            return [error]
+        _, h, w, c = saved
+        return [[Block(e.view(len(e), c, h, w).permute(0, 2, 3, 1), unit) for e, unit in error]]
+
+
+class MeanPool(Operation):
+    """The mean over all positions: their sum times a reciprocal of 15 bits."""
+
+    def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
+        ((x, unit),) = values[0]
+        reciprocal = 2**15 // (x.shape[1] * x.shape[2]) or 1
+        total = x.sum((1, 2), keepdim=True, dtype=torch.int32) * reciprocal
+        return [Block(total, unit - 15)], (x.shape, reciprocal)
+
+    def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
+        shape, reciprocal = saved
+        return [[Block((e.to(torch.int32) * reciprocal).expand(shape), unit - 15) for e, unit in error]]
+
+
+class MaxPool(Operation):
+    """The largest of each window; its error goes back to the first position that had it."""
+
+    def __init__(self, name: str, geometry: Geometry, ceil: bool):
+        super().__init__(name)
+        self.geometry, self.ceil = geometry, ceil
+
+    def _sizes(self, size: torch.Size) -> list[tuple[int, int]]:
+        """Return, for height and width, the outputs and the padding behind the image; as PyTorch has them."""
+        sizes = []
+        for n, k, s, p in zip(size, self.geometry.kernel, self.geometry.stride, self.geometry.padding, strict=True):
+            count = -(-(n + 2 * p - k) // s) + 1 if self.ceil else (n + 2 * p - k) // s + 1
+            count -= self.ceil and (count - 1) * s >= n + p  # every window starts inside the image
+            sizes.append((count, max((count - 1) * s + k - p - n, 0)))
+        return sizes
+
+    def _windows(self, x: Tensor, sizes: list[tuple[int, int]]) -> list[Tensor]:
+        """Return a view of padded images for each position in the window."""
+        (kh, kw), (sh, sw) = self.geometry.kernel, self.geometry.stride
+        (h, _), (w, _) = sizes
+        return [x[:, i : i + h * sh : sh, j : j + w * sw : sw][:, :h, :w] for i in range(kh) for j in range(kw)]
+
+    def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
+        ((x, unit),) = values[0]
+        sizes, (ph, pw) = self._sizes(x.shape[1:3]), self.geometry.padding
+        padded = F.pad(x, (0, 0, pw, sizes[1][1], ph, sizes[0][1]), value=-128)  # below every code
+        first, *others = self._windows(padded, sizes)
+        best, position = first.clone(), torch.zeros_like(first)
+        for number, window in enumerate(others, 1):
+            larger = (window > best).view(torch.int8)
+            position += larger * (number - position)
+            torch.maximum(best, window, out=best)
+        return [Block(best, unit)], (x.shape, position)
+
+    def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
+        (samples, h, w, channels), position = saved
+        sizes, (ph, pw) = self._sizes(torch.Size((h, w))), self.geometry.padding
+        blocks = []
+        for data, unit in error:
+            out = torch.zeros(samples, ph + h + sizes[0][1], pw + w + sizes[1][1], channels, dtype=torch.int32)
+            for number, window in enumerate(self._windows(out, sizes)):
+                window += data * (position == number).view(torch.int8)
+            blocks.append(Block(out[:, ph : ph + h, pw : pw + w], unit))
+        return [blocks]
+
+
+class Dropout(Operation):
+    """Drop codes at random; the rest count double, or four times: an exponent of one or two more."""
+
+    def __init__(self, name: str, more: int):
+        super().__init__(name)
+        self.more = more
+
+    def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
+        ((x, unit),) = values[0]
+        if not at.training:
+            return values[0], None
+        bits = random_bits(at.key(self.place), at.first * x[0].numel(), x.numel(), self.more).view(x.shape)
+        mask = (bits == 0).view(torch.int8)
+        return [Block(x * mask, unit + self.more)], mask
+
+    def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
+        return [[Block(e * saved, unit + self.more) for e, unit in error]]

@@ -1,0 +1,220 @@
+"""Train a converted network in integers: no floating-point tensor once the images are codes."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from mimicnorm.arguments import finite, positive_int
+from mimicnorm.errors import IntegerError
+from mimicnorm.integer import network
+from mimicnorm.integer.counter import key, stochastic_shift
+from mimicnorm.integer.formats import CODE, Block, encoded, fitting, peak, rate
+from mimicnorm.integer.layers import Pass
+from mimicnorm.integer.parameters import Rates
+from mimicnorm.layers import LastNorm
+
+CALIBRATION = 32
+"""Samples of the first batch from which the first exponents are taken."""
+
+
+class Trainer:
+    """SGD with momentum on a converted ReLU network, in int8, int16 and int32.
+
+    Every step is a function of (state, batch, step number). Integer sums do not depend on their order, so weights are
+    bit-identical for any number of threads and any size of micro-batches.
+
+    Args:
+        model: A converted network: convolutions, linear layers, ReLUs, pooling, residual sums, concats, dropout of 0.5
+            and a last BN. It is read, and changed by `write_back` only.
+        lr: Learning rate; it may be set anew before each step.
+        momentum: Rounded to eighths: 0.9 becomes 7/8.
+        weight_decay: Added to the gradient.
+        decay_scalars: Whether biases and residual scalars are decayed, too. A logit scale never is.
+        scalar_rate: Multiplies the learning rate of scalars.
+        seed: Of the random rounding.
+        rounding: "stochastic", or "nearest" to see what it is good for.
+        master_bits: Of the weights' masters: 16, or 8 to 15 to see what the others are good for.
+
+    Raises:
+        IntegerError: The network has operations without an integer form; they are named.
+
+    Example:
+        >>> import mimicnorm as mn
+        >>> from torch import nn
+        >>> model = nn.Sequential(nn.Linear(64, 60), nn.BatchNorm1d(60), nn.ReLU(), nn.Linear(60, 3))
+        >>> _ = mn.convert_(model, mn.MimicNorm(), example=(2, 64))
+        >>> trainer = Trainer(model, lr=0.1)
+        >>> loss, correct = trainer.step(torch.randn(8, 64), torch.arange(8) % 3)
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        lr: float,
+        momentum: float = 0.875,
+        weight_decay: float = 0.0,
+        decay_scalars: bool = True,
+        scalar_rate: float = 1.0,
+        seed: int = 0,
+        rounding: str = "stochastic",
+        master_bits: int = 16,
+    ):
+        for name, value in {"lr": lr, "weight_decay": weight_decay, "scalar_rate": scalar_rate}.items():
+            finite(value, name, least=0, error=IntegerError)
+        if not 0 <= momentum < 1:
+            raise IntegerError(f"{momentum=}: use a number of at least 0 and below 1")
+        if rounding not in ("stochastic", "nearest"):
+            raise IntegerError(f'{rounding=}: use "stochastic" or "nearest"')
+        if positive_int(master_bits, "master_bits", least=8, error=IntegerError) > 16:
+            raise IntegerError(f"{master_bits=}: use 8 to 16")
+        self.model, self.lr, self.weight_decay, self.seed = model, lr, weight_decay, seed
+        self.momentum, self.stochastic = min(round(momentum * 8), 7), rounding == "stochastic"
+        self.network = network.build(
+            model, master_bits=master_bits, decay_scalars=decay_scalars, scalar_rate=scalar_rate
+        )
+        self.steps = 0
+        self.input_exponent: int | None = None
+
+    def encode(self, images: Tensor) -> Tensor:
+        """Return int8 codes, channels last, of images (N, C, H, W) or vectors; the first batch decides the exponent."""
+        if self.input_exponent is None:
+            self.input_exponent = math.frexp(float(images.abs().max()) or 1.0)[1] - 7
+        codes = encoded(images, self.input_exponent)
+        return codes.permute(0, 2, 3, 1).contiguous() if codes.dim() == 4 else codes
+
+    def step(self, images: Tensor, labels: Tensor, *, micro_batch: int | None = None) -> tuple[float, int]:
+        """Take one step.
+
+        Args:
+            images: Floating point, or codes that `encode` gave.
+            labels: Class numbers.
+            micro_batch: Samples to run at once; None is all. The weights after the step are the same.
+
+        Returns:
+            The mean loss, and the number of correct answers.
+        """
+        codes = Block(images if images.dtype == torch.int8 else self.encode(images), self.input_exponent or 0)
+        if len(labels) < 2:
+            raise IntegerError(f"a batch of {len(labels)}: use two samples or more")
+        size = positive_int(micro_batch or len(labels), "micro_batch", error=IntegerError)
+        if not self.steps:
+            self._calibrate(codes, labels)
+        self._prepare()
+        net, starts = self.network, range(0, len(labels), size)
+        logits, saved = [], []
+        for first in starts:
+            part, saved = self._forward(codes, first, size, save=len(starts) == 1)
+            logits.append(part)
+        outcome = net.head.loss(Block(torch.cat([part.data for part in logits]), logits[0].exponent), labels)
+        error = self._error(outcome.error, logits[0].data.shape[1:])
+        for first in starts:
+            if len(starts) > 1:
+                _, saved = self._forward(codes, first, size, save=True)
+            net.backward(self._pass(first), saved, Block(error.data[first : first + size], error.exponent))
+        self._update(len(labels))
+        for watch in net.watches:
+            watch.advance()
+        self.steps += 1
+        return outcome.loss, outcome.correct
+
+    def logits(self, images: Tensor) -> Tensor:
+        """Return logits in evaluation mode, as integers in units of 2^-16; after a step at least."""
+        codes = images if images.dtype == torch.int8 else self.encode(images)
+        self._prepare()
+        at = Pass(0, self._key, training=False)
+        return self.network.head.logits(self.network.forward(at, Block(codes, self.input_exponent or 0), save=False)[0])
+
+    def evaluate(self, images: Tensor, labels: Tensor, batch: int = 256) -> float:
+        """Return the fraction of samples whose largest logit is the right one."""
+        parts = zip(images.split(batch), labels.split(batch), strict=True)
+        right = sum(int((self.logits(some).argmax(1) == wanted).sum()) for some, wanted in parts)
+        return right / len(labels)
+
+    def write_back(self) -> nn.Module:
+        """Write weights and statistics, in floating point, into the model; return it."""
+        targets = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for parameter in self.network.parameters:
+                value = parameter.value()
+                targets[parameter.name].copy_(value.permute(0, 3, 1, 2) if value.dim() == 4 else value)
+            for norm in (m for m in self.model.modules() if isinstance(m, LastNorm)):
+                mean, var = self.network.head.statistics()
+                norm.running_mean.copy_(mean)  # pyrefly: ignore
+                norm.running_var.copy_(var)  # pyrefly: ignore
+                norm.num_batches_tracked.fill_(self.steps)  # pyrefly: ignore
+        return self.model
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return all that the next step depends on, as integer tensors."""
+        known = -(2**31) if self.input_exponent is None else self.input_exponent
+        state = {"counters": torch.tensor([self.steps, known])}
+        state["exponents"] = torch.tensor([w.exponent for w in self.network.watches], dtype=torch.int32)
+        state |= {f"head.{name}": value for name, value in self.network.head.state().items()}
+        for p in self.network.parameters:
+            state |= {f"{p.name}.{name}": value for name, value in p.state().items()}
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Put back what `state_dict` returned."""
+        if state.keys() != self.state_dict().keys():
+            raise IntegerError(
+                f"the state is of another network: {sorted(state.keys() ^ self.state_dict().keys())[:4]}"
+            )
+        self.steps, known = state["counters"].tolist()
+        self.input_exponent = None if known == -(2**31) else known
+        for watch, exponent in zip(self.network.watches, state["exponents"].tolist(), strict=True):
+            watch.exponent = exponent
+        self.network.head.load({name: state[f"head.{name}"] for name in self.network.head.state()})
+        for p in self.network.parameters:
+            p.load({name: state[f"{p.name}.{name}"] for name in p.state()})
+
+    # -- parts of a step --------------------------------------------------------------------------------------------
+
+    def _key(self, place: str) -> int:
+        return key(self.seed, self.steps, place)
+
+    def _pass(self, first: int, calibrating: bool = False) -> Pass:
+        return Pass(first, self._key, calibrating=calibrating, stochastic=self.stochastic)
+
+    def _prepare(self) -> None:
+        for product in self.network.products:
+            product.prepare()
+
+    def _forward(self, codes: Block, first: int, size: int, save: bool) -> tuple[Block, list]:
+        part = Block(codes.data[first : first + size], codes.exponent)
+        return self.network.forward(self._pass(first), part, save)
+
+    def _error(self, error: Block, shape: torch.Size) -> Block:
+        """Return the logits' error as codes. The last BN has seen the whole batch, so its own maximum may decide."""
+        exponent = fitting(peak(error.data), error.exponent)
+        random = self._key("head") if self.stochastic else None
+        codes = stochastic_shift(error.data, exponent - error.exponent, random).clamp_(-CODE, CODE)
+        return Block(codes.to(torch.int8).view(len(codes), *shape), exponent)
+
+    def _calibrate(self, codes: Block, labels: Tensor) -> None:
+        """Take the first exponents from a few samples, always the same ones; only exponents change."""
+        few, labels = Block(codes.data[:CALIBRATION], codes.exponent), labels[:CALIBRATION]
+        statistics = {name: value.clone() for name, value in self.network.head.state().items()}
+        self._prepare()
+        at = self._pass(0, calibrating=True)
+        logits, saved = self.network.forward(at, few)
+        outcome = self.network.head.loss(logits, labels)
+        self.network.backward(at, saved, self._error(outcome.error, logits.data.shape[1:]))
+        self.network.head.load(statistics)
+        for watch in self.network.watches:
+            watch.peak = 0
+
+    def _update(self, samples: int) -> None:
+        pairs = [pair for product in self.network.products for pair in product.gradients()]
+        head = self.network.head
+        if head.scale is not None and head.scale_grad is not None:
+            pairs.append((head.scale, head.scale_grad))
+        decay = rate(self.weight_decay * samples)
+        for parameter, grad in pairs:
+            lr = rate(self.lr * parameter.speed / samples)
+            random = self._key(parameter.name) if self.stochastic else None
+            parameter.update(grad, Rates(lr, decay, self.momentum, random))

@@ -1,0 +1,45 @@
+"""Converted networks that take a moment to train, and data for them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import mimicnorm as mn
+from mimicnorm import models
+from mimicnorm.models.squeezenet import Fire
+
+NETWORKS = ("mlp10", "vgg11", "resnet10", "squeezenet", "squeezenet1_1")
+
+
+def network(name: str, method: mn.Method | None = None, pixels: int = 8) -> nn.Module:
+    torch.manual_seed(0)
+    model = models.build(name, input="cifar", width=0.125, image=pixels, num_classes=10)
+    mn.convert_(model, method or mn.MimicNorm(min_fan_in=12), example=(2, 3, pixels, pixels))
+    return model
+
+
+def fires() -> nn.Module:
+    """A concat and a bypass, and few layers: rounding has not added up yet."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU()),
+        *(Fire(16, 16, 16, False), nn.MaxPool2d(2), Fire(32, 16, 16, True), nn.AdaptiveAvgPool2d(1)),
+        *(nn.Flatten(), nn.Linear(32, 10)),
+    )
+    mn.convert_(model, mn.MimicNorm(min_fan_in=12), example=(2, 3, 8, 8))
+    return model
+
+
+def batch(samples: int = 20, pixels: int = 8, seed: int = 1) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    labels = torch.randint(10, (samples,), generator=generator)
+    return torch.randn(samples, 3, pixels, pixels, generator=generator), labels
+
+
+def dry(model: nn.Module) -> nn.Module:
+    """Switch dropout off."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model

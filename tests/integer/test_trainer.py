@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from small import NETWORKS, batch, dry, fires, network
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import mimicnorm as mn
+from mimicnorm.errors import IntegerError
+from mimicnorm.integer import Trainer
+
+
+def trained(name: str, steps: int = 2, micro_batch: int | None = None, **options) -> Trainer:
+    trainer = Trainer(network(name), lr=0.1, weight_decay=5e-4, **options)
+    for step in range(steps):
+        trainer.step(*batch(seed=step), micro_batch=micro_batch)
+    return trainer
+
+
+def same(a: Trainer, b: Trainer) -> bool:
+    one, other = a.state_dict(), b.state_dict()
+    return one.keys() == other.keys() and all(torch.equal(one[k], other[k]) for k in one)
+
+
+class Walk(TorchDispatchMode):
+    """Collects every operation that reads or makes a tensor that is not of integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations, self.floating = 0, set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.operations += 1
+        tensors = [t for t in pytree.tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
+        if any(t.is_floating_point() or t.is_complex() for t in tensors):
+            self.floating.add(str(func))
+        return result
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_no_operation_of_a_step_sees_a_floating_point_tensor(name):
+    trainer = Trainer(network(name), lr=0.1, weight_decay=5e-4)
+    images, labels = batch()
+    codes = trainer.encode(images)
+    with Walk() as walk:
+        trainer.step(codes, labels)  # with calibration
+        trainer.step(codes, labels, micro_batch=8)
+        trainer.logits(codes)
+    assert walk.operations > 1000
+    assert walk.floating == set()
+    with Walk() as walk:
+        trainer.step(images, labels)
+    assert walk.floating  # the walk does see floating point where there is some
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_weights_are_the_same_for_any_threads_and_micro_batches(name):
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        whole = trained(name)
+        assert same(whole, trained(name, micro_batch=1))
+        assert same(whole, trained(name, micro_batch=7))
+        torch.set_num_threads(2)
+        assert same(whole, trained(name))
+        assert same(whole, trained(name, micro_batch=8))
+    finally:
+        torch.set_num_threads(threads)
+    assert not same(whole, trained(name, seed=1))
+
+
+@pytest.mark.parametrize("name", ["resnet10", "vgg11"])
+def test_a_state_continues_bit_for_bit(name):
+    whole, first = trained(name, steps=3), trained(name, steps=2)
+    second = Trainer(network(name), lr=0.1, weight_decay=5e-4)
+    second.load_state_dict({k: v.clone() for k, v in first.state_dict().items()})
+    second.step(*batch(seed=2))
+    assert same(whole, second)
+    assert all(not value.is_floating_point() for value in second.state_dict().values())
+
+
+def test_a_state_of_another_network_is_refused():
+    with pytest.raises(IntegerError, match="another network"):
+        Trainer(network("mlp10"), lr=0.1).load_state_dict(trained("resnet10", 1).state_dict())
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_row_means_stay_within_half_a_unit(name):
+    weights = [p for p in trained(name, steps=4).network.parameters if p.centred]
+    assert len(weights) >= 5
+    for p in weights:
+        rows = p.master.long().flatten(1)
+        assert (2 * rows.sum(1).abs() <= rows.shape[1]).all()
+
+
+@pytest.mark.parametrize(("name", "least"), [("fires", 0.9), ("resnet10", 0.8), ("vgg11", 0.6), ("mlp10", 0.6)])
+def test_gradients_point_where_those_of_floating_point_do(name, least):
+    model = fires() if name == "fires" else dry(network(name))
+    images, labels = batch(64)
+    trainer = Trainer(model, lr=0.0)
+    for _ in range(3):  # exponents settle
+        loss, _ = trainer.step(images, labels)
+    right = F.cross_entropy(model.train()(images), labels)
+    right.backward()
+    assert loss == pytest.approx(right.item(), abs=0.1)
+    grads = dict(model.named_parameters())
+    for product in trainer.network.products:
+        for parameter, (data, exponent) in product.gradients():
+            value = data.double() * 2.0**exponent / 64
+            value = value.permute(0, 3, 1, 2) if value.dim() == 4 else value
+            want = grads[parameter.name].grad.double()
+            if parameter.centred:
+                value = value - value.flatten(1).mean(1).view(-1, *[1] * (value.dim() - 1))
+            if want.dim() > 1:
+                assert F.cosine_similarity(value.flatten(), want.flatten(), dim=0) > least, parameter.name
+                assert 0.7 < value.norm() / want.norm() < 1.3, parameter.name
+
+
+def test_gradients_of_residual_and_logit_scalars():
+    model = network("resnet10")
+    images, labels = batch(64)
+    trainer = Trainer(model, lr=0.0)
+    for _ in range(3):
+        trainer.step(images, labels)
+    F.cross_entropy(model.train()(images), labels).backward()
+    grads = {n: p.grad.item() for n, p in model.named_parameters() if p.numel() == 1}
+    pairs = [pair for product in trainer.network.products for pair in product.gradients()]
+    pairs.append((trainer.network.head.scale, trainer.network.head.scale_grad))
+    got = {p.name: data.item() * 2.0**exponent / 64 for p, (data, exponent) in pairs if data.numel() == 1}
+    assert got.keys() == grads.keys()
+    largest = max(map(abs, grads.values()))
+    assert all(abs(got[n] - grads[n]) < 0.3 * largest for n in grads)
+
+
+@pytest.mark.parametrize("name", ["resnet10", "vgg11", "mlp10"])
+def test_what_is_written_back_gives_the_same_logits(name):
+    trainer = Trainer(network(name), lr=0.01)
+    images, labels = batch()
+    for _ in range(3):
+        trainer.step(images, labels)
+    logits = trainer.logits(images).double() * 2.0**-16
+    with torch.no_grad():
+        right = trainer.write_back().eval()(images).double()
+    assert F.cosine_similarity(logits.flatten(), right.flatten(), dim=0) > 0.95
+
+
+def test_it_learns_and_evaluates():
+    images, labels = batch(40)
+    images = images * 0.5
+    images[torch.arange(40), labels % 3, labels // 3, labels // 2] += 3
+    trainer = Trainer(network("resnet10"), lr=0.1)
+    first = trainer.step(images, labels)[0]
+    for _ in range(15):
+        last, correct = trainer.step(images, labels)
+    assert last < first / 2
+    assert correct > 30
+    assert trainer.evaluate(images, labels, batch=16) > 0.7
+
+
+def test_networks_without_last_norm_or_norm_at_all_train():
+    for method in (mn.WeightMean(min_fan_in=12), mn.NoNorm()):
+        trainer = Trainer(network("squeezenet", method), lr=0.01)
+        assert trainer.step(*batch())[0] == pytest.approx(2.3, abs=1.5)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr": -1.0}, "lr"),
+        ({"lr": 0.1, "momentum": 1.0}, "momentum=1.0: use a number"),
+        ({"lr": 0.1, "rounding": "up"}, "stochastic"),
+        ({"lr": 0.1, "master_bits": 17}, "use 8 to 16"),
+    ],
+)
+def test_arguments_that_make_no_sense(options, message):
+    with pytest.raises(IntegerError, match=message):
+        Trainer(network("mlp10"), **options)
+
+
+def test_a_single_sample_is_refused():
+    with pytest.raises(IntegerError, match="two samples"):
+        Trainer(network("mlp10"), lr=0.1).step(*batch(1))
