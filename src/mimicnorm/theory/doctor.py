@@ -24,6 +24,9 @@ from .arguments import running
 LEAST_VARIANCE, MOST_VARIANCE = 1e-4, 1e4  # of healthy weight layers
 MOST_CORRELATION = 0.95  # after the last weight layer
 MOST_GRADIENT_RATIO = 1e4  # largest gradient over smallest
+_RESCALE = "give weights the standard deviation theory.gain(...) / sqrt(fan_in), or convert with init='calibrate'"
+_CENTRE = "centre the weights (method mimicnorm), or use fewer layers"
+_SHORTEN = "use residual branches with a scalar, fewer layers, or under BatchNorm a larger batch"
 _CHANNELS_LAST = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RNNBase)
 
 
@@ -83,25 +86,14 @@ class Signal:
             f"correlation after the last layer {last:.2g} (good: below {MOST_CORRELATION:g})",
             f"gradients within a factor {ratio:.2g} (good: below {MOST_GRADIENT_RATIO:g})",
         ]
-        rescale = (
-            "give weights the standard deviation theory.gain(...) / sqrt(fan_in), or convert with init='calibrate'"
-        )
-        problems = [
-            (low < LEAST_VARIANCE, f"The variance dies out: {rescale}"),
-            (not all(v <= MOST_VARIANCE for v in variances), f"The variance explodes: {rescale}"),
-            (
-                last > MOST_CORRELATION,
-                "All inputs look alike: centre the weights (method mimicnorm), or use fewer layers",
-            ),
-            (
-                ratio > MOST_GRADIENT_RATIO,
-                "Gradients vanish or explode: use residual branches with a scalar, fewer layers, or under BatchNorm a "
-                "larger batch",
-            ),
-        ]
-        advice = [sentence for present, sentence in problems if present]
-        health = "unhealthy" if advice else "healthy"
-        return f"{health}: {', '.join(facts)}." + "".join(f" {sentence}." for sentence in advice)
+        problems = {
+            f"The variance dies out: {_RESCALE}.": low < LEAST_VARIANCE,
+            f"The variance explodes: {_RESCALE}.": not all(v <= MOST_VARIANCE for v in variances),
+            f"All inputs look alike: {_CENTRE}.": last > MOST_CORRELATION,
+            f"Gradients vanish or explode: {_SHORTEN}.": ratio > MOST_GRADIENT_RATIO,
+        }
+        advice = [sentence for sentence, present in problems.items() if present]
+        return " ".join([f"{'unhealthy' if advice else 'healthy'}: {', '.join(facts)}.", *advice])
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return plain rows for JSON."""
@@ -157,14 +149,20 @@ def propagate(
         raise TheoryError(f"loss must be a function of the model's output that returns a scalar tensor, not {loss!r}.")
     layers: list[LayerSignal] = []
     names = {module: name for name, module in model.named_modules()}
-    channels = _Channels()
+    latest: tuple[torch.Size, int] = (torch.Size(), 0)  # of the latest weight or norm layer: shape, channel dimension
 
     def measure(module: nn.Module, _inputs: Any, output: Any) -> None:
+        nonlocal latest
         h = _first_tensor(output)
         if h is None or h.dim() == 0:
             return
+        channels = _channel_dimension(module, h)
+        if channels is None:
+            channels = _similar_dimension(h, *latest)
+        else:
+            latest = h.shape, channels
         kind = type_before_parametrizations(module).__name__
-        layer = _measure(names[module], kind, h, channels.dimension(module, h), pairs, rng)
+        layer = _measure(names[module], kind, h, channels, pairs, rng)
         layers.append(layer)
         if h.requires_grad:
             # a hook, because an in-place activation after this layer overwrites h
@@ -188,24 +186,13 @@ def propagate(
             raise TheoryError("loss must be a function of the model's output that returns a scalar tensor.")
         wanted = [a for a in leaves if a.requires_grad] or [p for p in model.parameters() if p.requires_grad]
         if wanted and scalar.requires_grad:
-            _backward(scalar, wanted)
+            with running("the backward pass", scalar):  # not through reentrant checkpoints: torch says what to do
+                torch.autograd.grad(scalar, wanted, allow_unused=True)
 
     isolate.run(model, forward_and_back, (args, kwargs), seed=seed)
     if not layers:
         raise TheoryError("no leaf module returned a tensor: is the network written in plain functions?")
     return Signal(tuple(layers))
-
-
-def _backward(scalar: Tensor, wanted: list[Tensor]) -> None:
-    try:
-        torch.autograd.grad(scalar, wanted, allow_unused=True)
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-        raise TheoryError(
-            "the model uses reentrant activation checkpoints, which hide the layers inside from gradient hooks: call "
-            "checkpoint(..., use_reentrant=False), or turn checkpointing off to measure."
-        ) from error
 
 
 def _leaves(module: nn.Module) -> Iterator[nn.Module]:
@@ -238,34 +225,21 @@ def _random_projection(output: Any, rng: torch.Generator) -> Tensor:
     return (y * (direction / direction.norm()).to(y)).sum()
 
 
-class _Channels:
-    """Find the dimension of the channels in each output.
+def _channel_dimension(module: nn.Module, h: Tensor) -> int | None:
+    """Return the dimension of the channels in the output of a weight layer or a norm, else None."""
+    if isinstance(module, _CHANNELS_LAST):
+        return h.dim() - 1
+    if isinstance(module, _ConvNd):
+        return h.dim() - 1 - len(module.kernel_size)
+    return min(1, h.dim() - 1) if isinstance(module, (_NormBase, nn.GroupNorm)) else None
 
-    It is the last after a linear layer, and the one before the positions after a convolution. Other modules
-    (activations, dropout, layer norms) keep the dimension of the latest layer of the same shape, or else take the
-    dimension that has the latest layer's width.
-    """
 
-    def __init__(self) -> None:
-        self.dimensions: dict[torch.Size, int] = {}
-        self.width = 0
-
-    def dimension(self, module: nn.Module, h: Tensor) -> int:
-        """Return the dimension of the channels in a module's output."""
-        if isinstance(module, _CHANNELS_LAST):
-            return self._note(h, h.dim() - 1)
-        if isinstance(module, _ConvNd):
-            return self._note(h, h.dim() - 1 - len(module.kernel_size))
-        if isinstance(module, (_NormBase, nn.GroupNorm)):
-            return self._note(h, min(1, h.dim() - 1))
-        if h.shape in self.dimensions:
-            return self.dimensions[h.shape]
-        fitting = [d for d in range(1, h.dim()) if h.shape[d] == self.width]
-        return fitting[0] if len(fitting) == 1 else min(1, h.dim() - 1)
-
-    def _note(self, h: Tensor, dimension: int) -> int:
-        self.dimensions[h.shape], self.width = dimension, h.shape[dimension]
+def _similar_dimension(h: Tensor, shape: torch.Size, dimension: int) -> int:
+    """Return the dimension of the channels after a layer with that output: of the same shape, or of the same width."""
+    if h.shape == shape:
         return dimension
+    fitting = [d for d in range(1, h.dim()) if shape and h.shape[d] == shape[dimension]]
+    return fitting[0] if len(fitting) == 1 else min(1, h.dim() - 1)
 
 
 def _measure(name: str, kind: str, h: Tensor, channels: int, pairs: int, rng: torch.Generator) -> LayerSignal:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -132,7 +133,17 @@ class Transition:
         """The variance that depth leads to from 1; 0 when it dies out, infinity when it has no bound."""
         if self.sigma_w2 == "stable" or self.kind == "batch_norm":
             return 1.0
-        return _variance_fixed_point(self)
+        if leaky_slope(self.activation) is not None:
+            growth = self.variance_map(1.0) - self.sigma_b2
+            if abs(growth - 1) < 1e-12:
+                return 1.0 if self.sigma_b2 == 0 else math.inf
+            return math.inf if growth > 1 else self.sigma_b2 / (1 - growth)
+        q, factor = 1.0, 2.0 if self.variance_map(1.0) > 1 else 0.5
+        while (self.variance_map(q * factor) > q * factor) == (factor > 1):
+            q *= factor
+            if not 1e-12 < q < 1e12:
+                return math.inf if factor > 1 else 0.0
+        return _crossing(self.variance_map, q, q * factor)
 
     @cached_property
     def _reference(self) -> tuple[float, float, float]:
@@ -208,15 +219,8 @@ class Transition:
         for i, j in pairwise(clear.nonzero().flatten().tolist()):
             known = any(float(grid[i]) < root < float(grid[j]) for root in roots)
             if not known and bool(gap[i] * gap[j] < 0):
-                roots.append(self._bisect(float(grid[i]), float(grid[j])))
+                roots.append(_crossing(lambda rho: float(self(rho)), float(grid[i]), float(grid[j])))
         return tuple(self._classify(rho) for rho in sorted(roots))
-
-    def _bisect(self, low: float, high: float) -> float:
-        sign = float(self(low)) > low
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (middle, high) if (float(self(middle)) > middle) == sign else (low, middle)
-        return (low + high) / 2
 
     def _classify(self, rho: float) -> FixedPoint:
         bounded = 0 < self.q_star < math.inf
@@ -269,24 +273,10 @@ def _scale(factor: float) -> float:
     return math.inf if change < 1e-12 else 1 / change
 
 
-@lru_cache(maxsize=4096)
-def _variance_fixed_point(transition: Transition) -> float:
-    slope = leaky_slope(transition.activation)
-    if slope is not None:
-        growth = transition.effective_w2 * float(transition.layer_power(_scalar(1.0))[0])
-        if abs(growth - 1) < 1e-12:
-            return 1.0 if transition.sigma_b2 == 0 else math.inf
-        return math.inf if growth > 1 else transition.sigma_b2 / (1 - growth)
-    up = transition.variance_map(1.0) > 1.0
-    low = 1.0
-    for _ in range(80):  # bracket in factors of 2, then bisect in the logarithm
-        high = low * (2.0 if up else 0.5)
-        if not 1e-12 < high < 1e12:
-            return math.inf if up else 0.0
-        if (transition.variance_map(high) > high) != up:
-            break
-        low = high
-    for _ in range(100):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if (transition.variance_map(middle) > middle) == up else (low, middle)
-    return math.sqrt(low * high)
+def _crossing(f: Callable[[float], float], one: float, other: float) -> float:
+    """Bisect for the x between two numbers where f(x) = x."""
+    above = f(one) > one
+    for _ in range(60):
+        middle = (one + other) / 2
+        one, other = (middle, other) if (f(middle) > middle) == above else (one, middle)
+    return (one + other) / 2
