@@ -8,7 +8,6 @@ Run with MIMICNORM_DATA (or --data-dir) naming a folder that holds mnist/*.parqu
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from mimicnorm.data import Memory, load
 from mimicnorm.theory import (
     FiniteNetwork,
     Transition,
@@ -47,17 +47,11 @@ S = 1 - 1 / math.pi
 
 def mnist(folder: str | None) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return 3,000 test digits, pixel-normalised, and their labels; None without the data."""
-    root = folder or os.environ.get("MIMICNORM_DATA")
-    files = sorted(Path(root, "mnist").glob("test-*.parquet")) if root else []
-    if not files:
+    if not (folder or os.environ.get("MIMICNORM_DATA")):
         return None
-    import numpy as np
-    import pyarrow.parquet
-    from PIL import Image
-
-    table = pyarrow.parquet.read_table(files[0]).slice(0, 3000).to_pydict()
-    pixels = np.stack([np.asarray(Image.open(io.BytesIO(image["bytes"]))) for image in table["image"]])
-    return (torch.tensor(pixels).double() / 255 - 0.1307) / 0.3081, torch.tensor(table["label"])
+    source = load("mnist", "test", data_dir=folder)
+    assert isinstance(source, Memory)
+    return (source.images[:3000].double() / 255 - source.mean[0]) / source.std[0], source.labels[:3000]
 
 
 def pairs_at(rhos: tuple[float, ...]) -> torch.Tensor:

@@ -9,10 +9,7 @@ import torch
 from mimicnorm.theory import Transition, kernels, residual_kernels
 
 from . import exact
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from .exact import gaussian
 
 
 def correlations(found):

@@ -54,6 +54,11 @@ class Tokens(nn.Module):
         return self.act(x + self.norm(x.transpose(1, 2)).transpose(1, 2))
 
 
+def mean_share(y, positions):
+    y = y.detach()
+    return pytest.approx(float(y.mean(positions).square().mean() / y.square().mean()), rel=1e-4, abs=1e-9)
+
+
 def test_channels_are_those_of_the_layer_that_made_the_output():
     torch.manual_seed(0)
     model, x = Tokens(), torch.randn(8, 3, 6, 6) + 1
@@ -71,24 +76,16 @@ def test_channels_are_those_of_the_layer_that_made_the_output():
         "act": (out, (0, 1)),
     }
     for layer in propagate(model, x).layers:
-        y, positions = expected[layer.name]
-        share = float(y.mean(positions).square().mean() / y.square().mean())
-        assert layer.channel_mean_share == pytest.approx(share, rel=1e-4, abs=1e-9), layer.name
+        assert layer.channel_mean_share == mean_share(*expected[layer.name]), layer.name
 
 
 def test_channels_of_sequences_and_single_pictures():
     torch.manual_seed(0)
-    x = torch.randn(4, 7, 3) + 1
-    rnn = nn.GRU(3, 5, batch_first=True)
-    with torch.no_grad():
-        y = rnn(x)[0]
-    expected = float(y.mean((0, 1)).square().mean() / y.square().mean())
-    assert propagate(rnn, x).layers[0].channel_mean_share == pytest.approx(expected, rel=1e-4)
-    conv, picture = nn.Conv2d(3, 5, 3), torch.randn(3, 6, 6) + 1  # no batch: channels come first
-    with torch.no_grad():
-        y = conv(picture)
-    expected = float(y.mean((1, 2)).square().mean() / y.square().mean())
-    assert propagate(conv, picture).layers[0].channel_mean_share == pytest.approx(expected, rel=1e-4)
+    x, picture = torch.randn(4, 7, 3) + 1, torch.randn(3, 6, 6) + 1
+    rnn, conv = nn.GRU(3, 5, batch_first=True), nn.Conv2d(3, 5, 3)
+    assert propagate(rnn, x).layers[0].channel_mean_share == mean_share(rnn(x)[0], (0, 1))
+    # no batch: channels come first
+    assert propagate(conv, picture).layers[0].channel_mean_share == mean_share(conv(picture), (1, 2))
 
 
 def test_gradients_survive_in_place_activations():

@@ -12,10 +12,7 @@ from mimicnorm.theory import Transition, condition_number, kernels, layerwise, r
 from mimicnorm.theory.kernels import block_scales
 
 from . import exact
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from .exact import gaussian
 
 
 @pytest.mark.parametrize("name", ["relu", "gelu"])

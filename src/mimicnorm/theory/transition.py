@@ -180,15 +180,8 @@ class Transition:
     def chi1(self) -> float:
         """sigma_w2 E[phi'(sqrt(q*) z)^2]: the gradients' growth, and T'(1) when 0 < q* < inf."""
         require_continuous(self.activation)
-        if self.q_star == 0:
-            return self.effective_w2 * sum(s**2 for s in self._slopes_at_zero) / 2
-        q = self.q_star if self.q_star < math.inf else self._reference[0]
+        q = 1e-200 if self.q_star == 0 else self._reference[0]  # a dying variance sees phi'(0) alone
         return self.effective_w2 * float(self.layer_power(_scalar(q))[1])
-
-    @property
-    def _slopes_at_zero(self) -> list[float]:
-        """phi'(0-) and phi'(0+): all that a dying variance sees of phi."""
-        return self.activation.derivative(torch.tensor([-1e-150, 1e-150], dtype=torch.float64)).tolist()
 
     @cached_property
     def phase(self) -> str:
@@ -202,7 +195,8 @@ class Transition:
     @cached_property
     def fixed_points(self) -> tuple[FixedPoint, ...]:
         """All correlations with T(rho) = rho, in ascending order, with their stability."""
-        if self.q_star == 0 and len(set(self._slopes_at_zero)) == 1:
+        below, above = self.activation.derivative(_scalar([-1e-150, 1e-150]))
+        if self.q_star == 0 and bool(below == above):
             raise TheoryError(
                 f"the variance of this {self.activation.name} network dies out with depth, where "
                 f"{self.activation.name} is linear and keeps every correlation: there are no fixed points. Use a "
@@ -262,7 +256,7 @@ class Transition:
         return torch.stack(path)
 
 
-def _scalar(q: float) -> Tensor:
+def _scalar(q: float | list[float]) -> Tensor:
     return torch.tensor(q, dtype=torch.float64)
 
 
