@@ -40,8 +40,8 @@ def by_single_samples(counts: list[int], scale: float = 1.0, starts: int = 6) ->
 @pytest.mark.parametrize("counts", [[4, 4], [3] * 3, [2] * 10, [23, 1, 1], [46, 2, 1, 1], [1, 5, 3, 2, 9]])
 @pytest.mark.parametrize("scale", [1.0, 3.0])
 def test_no_samples_do_better_and_some_do_as_well(counts, scale):
-    floor, found = last_norm_floor(counts, scale), by_single_samples(counts, scale)
-    assert floor - 1e-8 <= found <= floor + 1e-5
+    floor, result = last_norm_floor(counts, scale), by_single_samples(counts, scale)
+    assert floor - 1e-8 <= result <= floor + 1e-5
 
 
 @pytest.mark.parametrize("classes", [2, 3, 10, 79, 100, 1000])

@@ -264,19 +264,15 @@ def _measure(name: str, kind: str, h: Tensor, channels: int, pairs: int, rng: to
 def plot(signals: dict[str, Signal], path: str | Path) -> None:
     """Draw variance, correlation and gradient norm over depth for several networks, one colour each."""
     figure, axes = canvas(1, 3, width=10, height=3.1)
-    titles = {
-        "variance": "variance of the output",
-        "correlation": "correlation of sample pairs",
-        "gradient": "gradient norm",
-    }
-    for axis, (field, title) in zip(axes, titles.items(), strict=True):
+    quantities = (("variance", "of the output"), ("correlation", "of sample pairs"), ("gradient", "norm"))
+    for axis, (field, of) in zip(axes, quantities, strict=True):
         for label, signal in signals.items():
             rows = signal.weight_layers().layers or signal.layers
             values = [getattr(row, field) for row in rows]
             if field != "correlation":  # a branch that starts at zero has no logarithm
                 values = [v if v > 0 else math.nan for v in values]
             axis.plot(range(1, len(rows) + 1), values, marker=".", lw=1, label=label)
-        axis.set(title=title, xlabel="weight layer", yscale="linear" if field == "correlation" else "log")
+        axis.set(title=f"{field} {of}", xlabel="weight layer", yscale="linear" if field == "correlation" else "log")
     axes[1].set_ylim(-0.3, 1.05)
     axes[0].legend(frameon=False)
     save(figure, path)

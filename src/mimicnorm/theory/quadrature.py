@@ -22,12 +22,11 @@ if TYPE_CHECKING:
 RANGE = 12.0  # the density at 12 is 2e-32: beyond double precision for any activation of polynomial growth
 LARGEST = 50.0  # variance up to which the nodes in polar coordinates resolve the activation
 SMALL = 0.03  # below this correlation eleven Hermite terms are exact to rounding, kinks or not
+Nodes = tuple[Tensor, Tensor]  # nodes and weights
 CPU = torch.device("cpu")  # passed everywhere, so that a caller's `with torch.device(...)` has no effect
 
 
-def normal_nodes(
-    kinks: Iterable[float] = (), scale: float | np.ndarray = 1.0, count: int = 20
-) -> tuple[Tensor, Tensor]:
+def normal_nodes(kinks: Iterable[float] = (), scale: float | np.ndarray = 1.0, count: int = 20) -> Nodes:
     """Return nodes z and weights w with sum(w f(scale z)) = E[f(scale z)], z ~ N(0, 1), one row per scale.
 
     Args:
@@ -54,13 +53,13 @@ def _breakpoints(kinks: Iterable[float], scale: float | np.ndarray) -> np.ndarra
     return ends if scale.ndim else np.unique(ends)
 
 
-def _gaussian_panels(ends: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
+def _gaussian_panels(ends: np.ndarray, count: int) -> Nodes:
     """Return Gauss-Legendre nodes on the panels between ascending ends, and weights with the Gaussian density."""
     z, w = _panels(ends, count)
     return z, w * torch.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
 
 
-def _panels(ends: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
+def _panels(ends: np.ndarray, count: int) -> Nodes:
     unit, weight = _legendre(count)
     half = np.diff(ends)[..., None] / 2
     shape = (*ends.shape[:-1], -1)
@@ -147,7 +146,7 @@ def following_kinks(activation: Activation, q1: float, q2: float, angle: float) 
         steps = 2.0 ** np.arange(-1, math.ceil(math.log2(s)) + 3) if s > 1 else np.array([])
         return np.concatenate([-steps[::-1], [0.0], steps])
 
-    def nodes(*ends: np.ndarray) -> tuple[Tensor, Tensor]:
+    def nodes(*ends: np.ndarray) -> Nodes:
         return _gaussian_panels(np.sort(np.clip(np.concatenate(ends, -1), -9.0, 9.0), -1), 14)
 
     around = (centres[:, None] + ladder(s2)).ravel() / s2
