@@ -79,6 +79,22 @@ def test_channels_are_those_of_the_layer_that_made_the_output():
         assert layer.channel_mean_share == mean_share(*expected[layer.name]), layer.name
 
 
+def test_channels_of_an_earlier_layer_of_the_same_shape():
+    # `norm` sees the shape of `embed`; the latest layer, `mix`, has its 5 positions where `embed` has its channels
+    class Mixer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.mix, self.norm = nn.Linear(3, 6), nn.Linear(5, 5), nn.LayerNorm(6)
+
+        def forward(self, x):
+            x = self.embed(x)
+            return self.norm(x + self.mix(x.transpose(1, 2)).transpose(1, 2))
+
+    torch.manual_seed(0)
+    model, x = Mixer(), torch.randn(8, 5, 3) + 1
+    assert propagate(model, x).layers[-1].channel_mean_share == mean_share(model(x), (0, 1))
+
+
 def test_channels_of_sequences_and_single_pictures():
     torch.manual_seed(0)
     x, picture = torch.randn(4, 7, 3) + 1, torch.randn(3, 6, 6) + 1

@@ -149,20 +149,14 @@ def propagate(
         raise TheoryError(f"loss must be a function of the model's output that returns a scalar tensor, not {loss!r}.")
     layers: list[LayerSignal] = []
     names = {module: name for name, module in model.named_modules()}
-    latest: tuple[torch.Size, int] = (torch.Size(), 0)  # of the latest weight or norm layer: shape, channel dimension
+    channels = _Channels()
 
     def measure(module: nn.Module, _inputs: Any, output: Any) -> None:
-        nonlocal latest
         h = _first_tensor(output)
         if h is None or h.dim() == 0:
             return
-        channels = _channel_dimension(module, h)
-        if channels is None:
-            channels = _similar_dimension(h, *latest)
-        else:
-            latest = h.shape, channels
         kind = type_before_parametrizations(module).__name__
-        layer = _measure(names[module], kind, h, channels, pairs, rng)
+        layer = _measure(names[module], kind, h, channels.dimension(module, h), pairs, rng)
         layers.append(layer)
         if h.requires_grad:
             # a hook, because an in-place activation after this layer overwrites h
@@ -225,21 +219,34 @@ def _random_projection(output: Any, rng: torch.Generator) -> Tensor:
     return (y * (direction / direction.norm()).to(y)).sum()
 
 
-def _channel_dimension(module: nn.Module, h: Tensor) -> int | None:
-    """Return the dimension of the channels in the output of a weight layer or a norm, else None."""
-    if isinstance(module, _CHANNELS_LAST):
-        return h.dim() - 1
-    if isinstance(module, _ConvNd):
-        return h.dim() - 1 - len(module.kernel_size)
-    return min(1, h.dim() - 1) if isinstance(module, (_NormBase, nn.GroupNorm)) else None
+class _Channels:
+    """Find the dimension of the channels in each output.
 
+    It is the last after a linear layer, and the one before the positions after a convolution. Other modules
+    (activations, dropout, layer norms) keep the dimension of the latest layer of the same shape, or else take the
+    dimension that has the latest layer's width.
+    """
 
-def _similar_dimension(h: Tensor, shape: torch.Size, dimension: int) -> int:
-    """Return the dimension of the channels after a layer with that output: of the same shape, or of the same width."""
-    if h.shape == shape:
+    def __init__(self) -> None:
+        self.dimensions: dict[torch.Size, int] = {}
+        self.width = 0
+
+    def dimension(self, module: nn.Module, h: Tensor) -> int:
+        """Return the dimension of the channels in a module's output."""
+        if isinstance(module, _CHANNELS_LAST):
+            return self._note(h, h.dim() - 1)
+        if isinstance(module, _ConvNd):
+            return self._note(h, h.dim() - 1 - len(module.kernel_size))
+        if isinstance(module, (_NormBase, nn.GroupNorm)):
+            return self._note(h, min(1, h.dim() - 1))
+        if h.shape in self.dimensions:
+            return self.dimensions[h.shape]
+        fitting = [d for d in range(1, h.dim()) if h.shape[d] == self.width]
+        return fitting[0] if len(fitting) == 1 else min(1, h.dim() - 1)
+
+    def _note(self, h: Tensor, dimension: int) -> int:
+        self.dimensions[h.shape], self.width = dimension, h.shape[dimension]
         return dimension
-    fitting = [d for d in range(1, h.dim()) if shape and h.shape[d] == shape[dimension]]
-    return fitting[0] if len(fitting) == 1 else min(1, h.dim() - 1)
 
 
 def _measure(name: str, kind: str, h: Tensor, channels: int, pairs: int, rng: torch.Generator) -> LayerSignal:
