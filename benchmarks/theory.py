@@ -8,7 +8,6 @@ Run with MIMICNORM_DATA (or --data-dir) naming a folder that holds mnist/*.parqu
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import math
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from mimicnorm.data import Memory, load
 from mimicnorm.theory import (
     FiniteNetwork,
     Transition,
@@ -47,17 +47,11 @@ S = 1 - 1 / math.pi
 
 def mnist(folder: str | None) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Return 3,000 test digits, pixel-normalised, and their labels; None without the data."""
-    root = folder or os.environ.get("MIMICNORM_DATA")
-    files = sorted(Path(root, "mnist").glob("test-*.parquet")) if root else []
-    if not files:
+    if not (folder or os.environ.get("MIMICNORM_DATA")):
         return None
-    import numpy as np
-    import pyarrow.parquet
-    from PIL import Image
-
-    table = pyarrow.parquet.read_table(files[0]).slice(0, 3000).to_pydict()
-    pixels = np.stack([np.asarray(Image.open(io.BytesIO(image["bytes"]))) for image in table["image"]])
-    return (torch.tensor(pixels).double() / 255 - 0.1307) / 0.3081, torch.tensor(table["label"])
+    source = load("mnist", "test", data_dir=folder)
+    assert isinstance(source, Memory)
+    return (source.images[:3000].double() / 255 - source.mean[0]) / source.std[0], source.labels[:3000]
 
 
 def pairs_at(rhos: tuple[float, ...]) -> torch.Tensor:
@@ -135,7 +129,7 @@ def summary(rows: list[dict]) -> dict:
 
 
 def errata(count: int) -> dict:
-    """Measure the numbers behind each correction."""
+    """Measure the numbers of each correction."""
     wm, straight = Transition("weight_mean"), Transition("straight")
     x = pairs_at((0.5,))
     off = []
@@ -209,19 +203,19 @@ def generalisation(data: tuple[torch.Tensor, torch.Tensor] | None, points: int =
     x = data[0][: 2 * points].flatten(1)
     x = x / x.norm(dim=1, keepdim=True) * math.sqrt(x.shape[1])
     y = torch.nn.functional.one_hot(data[1][: 2 * points], 10).double() - 0.1
-    found: dict = {"train_points": points, "test_points": points}
+    measured: dict = {"train_points": points, "test_points": points}
     for kind in ("straight", "weight_mean"):
         for depth in (2, 5, 10, 20, 50):
             ntk = kernels(x, depth, Transition(kind)).ntk
             train = ntk[:points, :points]
             predicted = ntk[points:, :points] @ torch.linalg.solve(train, y[:points])  # trained to the end
             right = predicted.argmax(1) == y[points:].argmax(1)
-            found[f"{kind}_{depth}"] = {
+            measured[f"{kind}_{depth}"] = {
                 "condition_number": condition_number(train),
                 "test_accuracy": float(right.double().mean()),
                 "test_prediction_rms": float(predicted.pow(2).mean().sqrt()),
             }
-    return found
+    return measured
 
 
 def tails(data: tuple[torch.Tensor, torch.Tensor] | None) -> dict | str:
@@ -229,15 +223,15 @@ def tails(data: tuple[torch.Tensor, torch.Tensor] | None) -> dict | str:
     if data is None:
         return "skipped: no MNIST folder was given"
     x = figures.samples(data[0], 2000, SEED)
-    found = {}
+    measured = {}
     for kind in ("straight", "weight_mean", "batch_norm"):
         net = FiniteNetwork(x.shape[1], 256, 51, Transition(kind), outputs=256, seed=SEED, last_norm=True)
         with torch.no_grad():
             for layer, h in enumerate(net.hidden(x), 1):
                 if layer in (20, 50):
                     z = (h - h.mean(0)) / h.std(0)
-                    found[f"{kind}_{layer}"] = {"variance": float(h.var(0).mean()), "kurtosis": float((z**4).mean())}
-    return found
+                    measured[f"{kind}_{layer}"] = {"variance": float(h.var(0).mean()), "kurtosis": float((z**4).mean())}
+    return measured
 
 
 def speed() -> dict:
@@ -322,7 +316,7 @@ def main() -> None:
         start = time.perf_counter()
         result[name], result["commits"][name] = parts[name](), commit
         text = json.dumps(result, indent=1)  # the innermost lists and objects on one line each
-        text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda found: re.sub(r"\s+", " ", found.group()), text)
+        text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda match: re.sub(r"\s+", " ", match.group()), text)
         out.write_text(text + "\n")
         print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
     if options.figures:

@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import mpmath
+import torch
+
+
+def gaussian(*shape, seed=0):
+    """Inputs whose correlations are of both signs."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def pair(name, q, p, k, centred):

@@ -64,26 +64,20 @@ def test_moments_agree_with_sampling(name):
     assert float(y.var()) == pytest.approx(stats.variance, rel=0.03)
 
 
-MODULES = [
-    nn.ReLU(),
-    nn.ReLU6(),
-    nn.LeakyReLU(0.2),
-    nn.GELU(),
-    nn.GELU(approximate="tanh"),
-    nn.ELU(0.5),
-    nn.CELU(0.5),
-    nn.SELU(),
-    nn.Hardtanh(-1, 2),
-    nn.Hardswish(),
-    nn.Hardsigmoid(),
-    nn.SiLU(),
-    nn.Mish(),
-    nn.Softplus(2.0),
-    nn.PReLU(init=0.1),
-    nn.Softsign(),
-    nn.LogSigmoid(),
-    nn.Tanhshrink(),
+PLAIN = [
+    nn.ReLU,
+    nn.ReLU6,
+    nn.GELU,
+    nn.SELU,
+    nn.Hardswish,
+    nn.Hardsigmoid,
+    nn.SiLU,
+    nn.Mish,
+    nn.Softsign,
+    nn.LogSigmoid,
 ]
+SLOPED = [nn.LeakyReLU(0.2), nn.ELU(0.5), nn.CELU(0.5), nn.Softplus(2.0), nn.PReLU(init=0.1), nn.Hardtanh(-1, 2)]
+MODULES = [*(kind() for kind in PLAIN), *SLOPED, nn.GELU(approximate="tanh"), nn.Tanhshrink()]
 
 
 @pytest.mark.parametrize("module", MODULES, ids=lambda m: repr(m).replace(" ", ""))
@@ -116,41 +110,6 @@ def test_named_parameters_reach_the_function():
     a = 0.3
     variance = (1 + a**2) / 2 - (1 - a) ** 2 / (2 * math.pi)
     assert gain("leaky_relu", negative_slope=a) == pytest.approx(variance**-0.5, rel=1e-13)
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda: gain("rellu"), "did you mean 'relu'"),
-        (lambda: gain("qqq"), "known: celu"),
-        (lambda: gain("relu", "fan_avg"), "'weight_mean'"),
-        (lambda: gain("relu", fan_in=True), "fan_in=True: use a whole number of at least 1"),
-        (lambda: gain("relu", fan_in=1), "mode='plain'"),
-        (lambda: gain("relu", slope=1.0), "no parameter 'slope'"),
-        (lambda: gain("leaky_relu", negative_slope=math.nan), "leaky_relu(negative_slope)=nan: use a finite number"),
-        (lambda: gain("celu", alpha=0.0), "must not be 0"),
-        (lambda: gain(math.tanh), "activation 'tanh' does not run"),
-        (lambda: gain(nn.Softmax(-1)), "depends on other numbers"),
-        (lambda: gain(lambda x: torch.exp(x**2)), "grows too fast"),
-        (lambda: gain(torch.relu, kinks="a"), "kinks must be a tensor"),
-        (lambda: gain(torch.relu, kinks=3.0), "kinks must have 1 dimension"),
-        (lambda: gain(lambda x: (x - 0.3).clamp(min=0)), "pass resolve(function, kinks=[...])"),
-        (lambda: gain(lambda x: torch.tanh(x.float())), "computes in float32"),
-        (lambda: gain(3), "must be a name"),
-        (lambda: gain(nn.ReLU), "must be a name"),
-        (lambda: gain(torch.tanh, alpha=1.0), "named activation"),
-        (lambda: gain(lambda x: x.sum()), "not element-wise"),
-        (lambda: gain(lambda x: x * 0 + 2), "constant"),
-        (lambda: gain(lambda x: 1 / (x * 0)), "not finite"),
-        (lambda: gain(lambda x: 1 / x), "do not settle"),
-        (lambda: gain(lambda x: torch.sin(300 * x)), "do not settle"),
-        (lambda: activation_stats(lambda x: x.abs().sqrt()), "do not settle"),
-    ],
-)
-def test_bad_input_is_named(call, says):
-    with pytest.raises(TheoryError) as caught:
-        call()
-    assert says in str(caught.value)
 
 
 def test_a_gain_needs_no_slope():

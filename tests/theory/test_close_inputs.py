@@ -9,22 +9,19 @@ import torch
 from mimicnorm.theory import Transition, kernels, residual_kernels
 
 from . import exact
+from .exact import gaussian
 
 
-def gaussian(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-
-
-def correlations(found):
-    return found.nngp.diagonal() / torch.sqrt(found.rows * found.columns)
+def correlations(result):
+    return result.nngp.diagonal() / torch.sqrt(result.rows * result.columns)
 
 
 @pytest.mark.parametrize("kind", ["straight", "batch_norm"])
 @pytest.mark.parametrize("name", ["erf", torch.sin])
 def test_an_odd_activation_keeps_opposite_inputs_opposite(kind, name):
     x = gaussian(20, 784)
-    found = kernels(x, 50, Transition(kind, name, sigma_w2=6.0), -x)
-    assert float((correlations(found) + 1).abs().max()) < 1e-12
+    result = kernels(x, 50, Transition(kind, name, sigma_w2=6.0), -x)
+    assert float((correlations(result) + 1).abs().max()) < 1e-12
     both = residual_kernels(x, 4, Transition(kind, name), -x)
     assert float((correlations(both) + 1).abs().max()) < 1e-12
 
@@ -43,16 +40,16 @@ def test_the_first_relu_sees_exactly_minus_one():
     assert float(kernels(x, 2, Transition(), -x).ntk.abs().diagonal().max()) == 0
     assert float(kernels(x, 2, Transition(), -3 * x).ntk.abs().diagonal().max()) < 1e-14
     # E[phi phi] = -0.01 q and E[phi' phi'] = 0.01
-    found = kernels(x, 2, t, -x)
-    assert torch.allclose(found.ntk.diagonal(), -0.02 * t.effective_w2 * x.square().mean(1), rtol=1e-13)
+    result = kernels(x, 2, t, -x)
+    assert torch.allclose(result.ntk.diagonal(), -0.02 * t.effective_w2 * x.square().mean(1), rtol=1e-13)
 
 
 @pytest.mark.parametrize("kind", ["weight_mean", "straight"])
 def test_an_even_activation_makes_opposite_inputs_equal(kind):
     x = gaussian(6, 40)
     t = Transition(kind, torch.nn.LeakyReLU(-1.0))
-    found = kernels(x, 60, t, -x)
-    assert torch.allclose(found.nngp.diagonal(), found.rows, rtol=1e-10)
+    result = kernels(x, 60, t, -x)
+    assert torch.allclose(result.nngp.diagonal(), result.rows, rtol=1e-10)
     mixed = residual_kernels(x, 2, t, -x)
     assert float(correlations(mixed).abs().max()) < 0.9  # the branches agree, the shortcuts do not
 
@@ -68,8 +65,8 @@ def test_duplicates_are_known_at_any_length(name):
 
 def test_zero_vectors_with_a_bias_are_equal_inputs():
     x = torch.cat([torch.zeros(2, 5, dtype=torch.float64), gaussian(1, 5)])
-    found = kernels(x, 60, Transition("weight_mean"), first_b2=0.5)
-    assert float(found.ntk[0, 1]) == pytest.approx(float(found.ntk[0, 0]), rel=1e-12)
+    result = kernels(x, 60, Transition("weight_mean"), first_b2=0.5)
+    assert float(result.ntk[0, 1]) == pytest.approx(float(result.ntk[0, 0]), rel=1e-12)
 
 
 @pytest.mark.parametrize("kind", ["straight", "weight_mean"])
@@ -105,7 +102,7 @@ def test_batch_norm_takes_the_norms_of_nearly_equal_inputs_along():
     # two inputs and their mean: shifts of either sign, and by hand what the recursion makes of them
     x = gaussian(1, 20) * torch.tensor([[1.0], [1 + 1e-6], [0.5]], dtype=torch.float64)
     x[1] += 1e-7 * gaussian(20, seed=1)
-    found = kernels(x, 2, Transition("batch_norm"))
+    result = kernels(x, 2, Transition("batch_norm"))
     with mpmath.workdps(50):
         rows = [[mpmath.mpf(v) for v in row.tolist()] for row in x]
         power = [mpmath.fdot(r, r) / 20 for r in rows]
@@ -116,5 +113,5 @@ def test_batch_norm_takes_the_norms_of_nearly_equal_inputs_along():
             k = mpmath.fdot(rows[i], rows[j]) / 20
             value, slope = exact.pair("relu", power[i], power[j], k, True)
             new = (value + shift[i] * shift[j]) / whole
-            assert float(found.nngp[i, j]) == pytest.approx(float(new), rel=1e-13)
-            assert float(found.ntk[i, j]) == pytest.approx(float(new + slope * k / whole), rel=1e-13)
+            assert float(result.nngp[i, j]) == pytest.approx(float(new), rel=1e-13)
+            assert float(result.ntk[i, j]) == pytest.approx(float(new + slope * k / whole), rel=1e-13)

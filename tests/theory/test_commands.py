@@ -9,19 +9,13 @@ from mimicnorm.cli.theory import Doctor, Figure
 from mimicnorm.theory import TheoryError
 
 
-def test_figures_take_samples_from_a_file(tmp_path):
+@pytest.mark.parametrize("inputs", ["x.npy", "digits"])
+def test_figures_take_samples_from_a_file_or_a_data_set(inputs, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
-    data, out = tmp_path / "x.npy", tmp_path / "c.png"
-    np.save(data, np.random.default_rng(0).random((410, 4, 5), dtype=np.float32))
-    Figure("correlations", out=str(out), inputs=str(data)).run()
-    assert out.read_bytes().startswith(b"\x89PNG")
-
-
-def test_figures_take_samples_from_a_data_set(tmp_path):
-    pytest.importorskip("matplotlib")
-    out = tmp_path / "c.png"
-    Figure("correlations", out=str(out), inputs="digits").run()
-    assert out.read_bytes().startswith(b"\x89PNG")
+    monkeypatch.chdir(tmp_path)
+    np.save("x.npy", np.random.default_rng(0).random((410, 4, 5), dtype=np.float32))
+    Figure("correlations", out="c.png", inputs=inputs).run()
+    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_mistakes_are_named(tmp_path):

@@ -8,14 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from mimicnorm.theory import TheoryError, Transition, condition_number, kernels, layerwise, residual_kernels
+from mimicnorm.theory import Transition, condition_number, kernels, layerwise, residual_kernels
 from mimicnorm.theory.kernels import block_scales
 
 from . import exact
-
-
-def gaussian(*shape, seed=0):
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from .exact import gaussian
 
 
 @pytest.mark.parametrize("name", ["relu", "gelu"])
@@ -156,40 +153,6 @@ def test_off_diagonal_ntk_halves_per_layer():
     x = torch.tensor([[1.0, 0.0], [0.2, math.sqrt(0.96)]], dtype=torch.float64) * math.sqrt(2)
     ratio = [float(k.ntk[0, 1] / k.ntk[0, 0]) for k in layerwise(x, 41, Transition("weight_mean"))]
     assert ratio[40] / ratio[39] == pytest.approx(0.5, rel=0.03)
-
-
-@pytest.mark.parametrize(
-    ("call", "says"),
-    [
-        (lambda x, t: kernels(x, 2.0, t), "depth=2.0: use a whole number of at least 1"),
-        (lambda x, t: kernels(x, True, t), "depth=True"),
-        (lambda x, t: kernels(x[0], 2, t), "x must be a tensor of samples"),
-        (lambda x, t: kernels(x[:0], 2, t), "(0, 5)"),
-        (lambda x, t: kernels([[1.0]], 2, t), "not list"),
-        (lambda x, t: kernels(x * math.nan, 2, t), "non-finite entries in the input x"),
-        (lambda x, t: kernels(x, 2, t, x * math.nan), "non-finite entries in the input x2"),
-        (lambda x, t: kernels(1e200 * x, 2, t), "non-finite entries in the input kernel"),
-        (lambda x, t: kernels(x * torch.tensor([1, 0, 1, 1, 1, 1.0])[:, None], 2, t), "sample 1 of x"),
-        (lambda x, t: kernels(x, 2, t, x[:, :3]), "5 features and x2 has 3"),
-        (lambda x, t: kernels(x, 2, t, first_w2=-1.0), "first_w2=-1.0: use a finite number above 0"),
-        (lambda x, t: kernels(x, 2, t, first_b2=math.inf), "first_b2=inf"),
-        (lambda x, t: kernels(x, 3000, Transition(sigma_w2=1.0)), "dies out: below 1e-150 at layer"),
-        (lambda x, t: kernels(x, 2000, Transition(sigma_w2=9.0)), "explodes: above 1e150 at layer"),
-        (lambda x, t: kernels(x, 1900, t), "tangent kernel became non-finite at layer 18"),
-        (lambda x, t: kernels(x, 100, Transition("straight", "hardtanh", 1.3)), "2079 pairs, over all layers"),
-        (lambda x, t: kernels(x, 2, Transition(activation=torch.sign)), "has a step"),
-        (lambda x, t: layerwise(x, 0, t), "at least 1"),  # at once, not at the first next()
-        (lambda x, t: layerwise(x, 2, "relu"), "not 'relu'"),
-        (lambda x, t: residual_kernels(x, 0, t), "blocks=0"),
-        (lambda x, t: residual_kernels(x, 2, t, scale="cube"), "'sqrt'"),
-        (lambda x, t: residual_kernels(x, 2, t, scale=[1.0]), "1 scales were given for 2"),
-        (lambda x, t: residual_kernels(x, 2, t, scale=["a", "b"]), "branch scalars must be"),
-    ],
-)
-def test_bad_input_is_named(call, says, inputs):
-    with pytest.raises(TheoryError) as caught:
-        call(inputs, Transition("weight_mean"))
-    assert says in str(caught.value)
 
 
 @pytest.mark.parametrize("activation", ["relu", "tanh"])

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mimicnorm.theory import FiniteNetwork, TheoryError, Transition
+from mimicnorm.theory import FiniteNetwork, Transition
 
 
 def test_centring_weights_is_centring_the_layers_input():
@@ -46,19 +46,3 @@ def test_the_seed_decides_the_weights():
     x = torch.ones(1, 4)
     assert torch.equal(nets[0](x), nets[1](x))
     assert not torch.equal(nets[0](x), nets[2](x))
-
-
-@pytest.mark.parametrize(
-    ("sizes", "transition", "says"),
-    [
-        ((3, "a", 2), Transition(), "width of a straight network='a'"),
-        ((3, 1, 3), Transition("weight_mean"), "width of a weight_mean network"),
-        ((3, 8, 0), Transition(), "depth=0"),
-        ((3, 8, 2), "relu", "not 'relu'"),
-    ],
-)
-def test_bad_input_is_named(sizes, transition, says):
-    with pytest.raises(TheoryError, match=says):
-        FiniteNetwork(*sizes, transition)
-    with pytest.raises(TheoryError, match="3 features each"):
-        FiniteNetwork(3, 8, 2, Transition())(torch.ones(2, 5))

@@ -23,8 +23,8 @@ def arguments(row: dict) -> tuple[Transition, dict[str, float]]:
     return Transition("straight", activation, sigma_w2=w2, sigma_b2=b2), {"first_w2": w2, "first_b2": b2}
 
 
-def assert_equal(found: Tensor, wanted: list) -> None:
-    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64), rtol=1e-10, atol=0)
+def assert_equal(result: Tensor, wanted: list) -> None:
+    torch.testing.assert_close(result, torch.tensor(wanted, dtype=torch.float64), rtol=1e-10, atol=0)
 
 
 @pytest.mark.parametrize("row", NUMBERS["plain"], ids=lambda r: f"{r['activation']}-{r['activations']}-{r['b_std']}")
@@ -40,8 +40,8 @@ def test_plain_networks(row):
 @pytest.mark.parametrize("row", NUMBERS["residual"], ids=lambda r: f"{r['activation']}-{r['blocks']}x{r['layers']}")
 def test_residual_networks(row):
     transition, first = arguments(row)
-    found = residual_kernels(
+    result = residual_kernels(
         X, row["blocks"], transition, layers_per_block=row["layers"], scale=1.0, readout=True, **first
     )
-    assert_equal(found.nngp, row["nngp"])
-    assert_equal(found.ntk, row["ntk"])
+    assert_equal(result.nngp, row["nngp"])
+    assert_equal(result.ntk, row["ntk"])

@@ -74,12 +74,12 @@ def layer(name, kind, w2, b2, state, data):
     def own(q):
         return mapped(pair(name, q, q, q)[0], q, q)
 
-    found = []
+    result = []
     for a, b, c, theta in state:
         value, slope = pair(name, a, b, c)
         new = mapped(value, a, b)
-        found.append((own(a), own(b), new, new + scale * slope * theta))
-    return found, [own(q) for q in data]
+        result.append((own(a), own(b), new, new + scale * slope * theta))
+    return result, [own(q) for q in data]
 
 
 def start(x, y, w2, b2):
@@ -98,9 +98,9 @@ X, Y = points(0.1, 10.0, seed=0), points(0.7, 3.0, seed=1)
 
 
 def agree(got, state):
-    for found, column in ((got.nngp, 2), (got.ntk, 3)):
+    for result, column in ((got.nngp, 2), (got.ntk, 3)):
         expected = np.array([pair[column] for pair in state]).reshape(2, 2)
-        assert found.numpy() == pytest.approx(expected, rel=1e-10)
+        assert result.numpy() == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.parametrize("kind", ["straight", "weight_mean", "batch_norm"])

@@ -24,6 +24,9 @@ from .arguments import running
 LEAST_VARIANCE, MOST_VARIANCE = 1e-4, 1e4  # of healthy weight layers
 MOST_CORRELATION = 0.95  # after the last weight layer
 MOST_GRADIENT_RATIO = 1e4  # largest gradient over smallest
+_RESCALE = "give weights the standard deviation theory.gain(...) / sqrt(fan_in), or convert with init='calibrate'"
+_CENTRE = "centre the weights (method mimicnorm), or use fewer layers"
+_SHORTEN = "use residual branches with a scalar, fewer layers, or under BatchNorm a larger batch"
 _CHANNELS_LAST = (nn.Linear, nn.Bilinear, nn.Embedding, nn.EmbeddingBag, nn.MultiheadAttention, nn.RNNBase)
 
 
@@ -83,25 +86,14 @@ class Signal:
             f"correlation after the last layer {last:.2g} (good: below {MOST_CORRELATION:g})",
             f"gradients within a factor {ratio:.2g} (good: below {MOST_GRADIENT_RATIO:g})",
         ]
-        rescale = (
-            "give weights the standard deviation theory.gain(...) / sqrt(fan_in), or convert with init='calibrate'"
-        )
-        problems = [
-            (low < LEAST_VARIANCE, f"The variance dies out: {rescale}"),
-            (not all(v <= MOST_VARIANCE for v in variances), f"The variance explodes: {rescale}"),
-            (
-                last > MOST_CORRELATION,
-                "All inputs look alike: centre the weights (method mimicnorm), or use fewer layers",
-            ),
-            (
-                ratio > MOST_GRADIENT_RATIO,
-                "Gradients vanish or explode: use residual branches with a scalar, fewer layers, or under BatchNorm a "
-                "larger batch",
-            ),
-        ]
-        advice = [sentence for present, sentence in problems if present]
-        health = "unhealthy" if advice else "healthy"
-        return f"{health}: {', '.join(facts)}." + "".join(f" {sentence}." for sentence in advice)
+        problems = {
+            f"The variance dies out: {_RESCALE}.": low < LEAST_VARIANCE,
+            f"The variance explodes: {_RESCALE}.": not all(v <= MOST_VARIANCE for v in variances),
+            f"All inputs look alike: {_CENTRE}.": last > MOST_CORRELATION,
+            f"Gradients vanish or explode: {_SHORTEN}.": ratio > MOST_GRADIENT_RATIO,
+        }
+        advice = [sentence for sentence, present in problems.items() if present]
+        return " ".join([f"{'unhealthy' if advice else 'healthy'}: {', '.join(facts)}.", *advice])
 
     def as_dicts(self) -> list[dict[str, Any]]:
         """Return plain rows for JSON."""
@@ -188,24 +180,13 @@ def propagate(
             raise TheoryError("loss must be a function of the model's output that returns a scalar tensor.")
         wanted = [a for a in leaves if a.requires_grad] or [p for p in model.parameters() if p.requires_grad]
         if wanted and scalar.requires_grad:
-            _backward(scalar, wanted)
+            with running("the backward pass", scalar):  # not through reentrant checkpoints: torch says what to do
+                torch.autograd.grad(scalar, wanted, allow_unused=True)
 
     isolate.run(model, forward_and_back, (args, kwargs), seed=seed)
     if not layers:
         raise TheoryError("no leaf module returned a tensor: is the network written in plain functions?")
     return Signal(tuple(layers))
-
-
-def _backward(scalar: Tensor, wanted: list[Tensor]) -> None:
-    try:
-        torch.autograd.grad(scalar, wanted, allow_unused=True)
-    except RuntimeError as error:
-        if "use_reentrant" not in str(error):
-            raise
-        raise TheoryError(
-            "the model uses reentrant activation checkpoints, which hide the layers inside from gradient hooks: call "
-            "checkpoint(..., use_reentrant=False), or turn checkpointing off to measure."
-        ) from error
 
 
 def _leaves(module: nn.Module) -> Iterator[nn.Module]:
@@ -290,19 +271,15 @@ def _measure(name: str, kind: str, h: Tensor, channels: int, pairs: int, rng: to
 def plot(signals: dict[str, Signal], path: str | Path) -> None:
     """Draw variance, correlation and gradient norm over depth for several networks, one colour each."""
     figure, axes = canvas(1, 3, width=10, height=3.1)
-    titles = {
-        "variance": "variance of the output",
-        "correlation": "correlation of sample pairs",
-        "gradient": "gradient norm",
-    }
-    for axis, (field, title) in zip(axes, titles.items(), strict=True):
+    quantities = (("variance", "of the output"), ("correlation", "of sample pairs"), ("gradient", "norm"))
+    for axis, (field, of) in zip(axes, quantities, strict=True):
         for label, signal in signals.items():
             rows = signal.weight_layers().layers or signal.layers
             values = [getattr(row, field) for row in rows]
             if field != "correlation":  # a branch that starts at zero has no logarithm
                 values = [v if v > 0 else math.nan for v in values]
             axis.plot(range(1, len(rows) + 1), values, marker=".", lw=1, label=label)
-        axis.set(title=title, xlabel="weight layer", yscale="linear" if field == "correlation" else "log")
+        axis.set(title=f"{field} {of}", xlabel="weight layer", yscale="linear" if field == "correlation" else "log")
     axes[1].set_ylim(-0.3, 1.05)
     axes[0].legend(frameon=False)
     save(figure, path)

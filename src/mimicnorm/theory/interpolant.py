@@ -10,7 +10,7 @@ around which no polynomial converges: such activations have a series for one var
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import lru_cache
 
 import torch
@@ -22,25 +22,29 @@ from .quadrature import CPU, LARGEST, pair_integrals
 _ROUNDING = 1e-15  # of coefficients, relative to the largest
 
 
-@dataclass(frozen=True)
-class Interpolant:
-    """Covariance / sqrt(q1 q2), and E[phi' phi'], of all pairs of two lists of variances over an interval of angles.
+Block = Callable[[slice, slice, Tensor, Tensor], tuple[Tensor, Tensor]]
 
-    Attributes:
-        middle: of the interval of angles.
-        half: half its length.
-        terms: for each of the two functions and each degree in theta, factors (rows, rank) and (rank, columns).
+
+def interpolant(
+    activation: Activation, q1: Tensor, q2: Tensor, angles: tuple[float, float] = (0.0, math.pi)
+) -> Block | None:
+    """Return a function of pairs of these variances and angles; None where none is exact to 1e-13.
+
+    It maps a block of rows and columns, with correlations rho = cos(angle), to covariance / sqrt(q1 q2) and
+    E[phi' phi'].
     """
+    values = torch.cat([q1, q2]).unique()
+    nodes = values if len(values) == 1 else variance_nodes(activation, values)
+    fit = None if nodes is None else _fit(activation, tuple(nodes.tolist()))
+    if nodes is None or fit is None:
+        return None
+    weights = [torch.ones_like(q)[:, None] if len(nodes) == 1 else interpolation(nodes, q) for q in (q1, q2)]
+    middle, half = (angles[0] + angles[1]) / 2, max((angles[1] - angles[0]) / 2, 1e-3)
+    factors = [_factors(f, weights[0], weights[1]) for f in _narrowed(fit, middle, half)]
 
-    middle: float
-    half: float
-    terms: tuple[list[tuple[Tensor, Tensor]], ...]
-
-    def __call__(self, rows: slice, columns: slice, rho: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
-        """Return covariance / sqrt(q1 q2) and E[phi' phi'] of a block of pairs with correlations rho = cos(angle)."""
-        t = (angle - self.middle) / self.half
-        functions = []
-        for terms in self.terms:
+    def block(rows: slice, columns: slice, rho: Tensor, angle: Tensor) -> tuple[Tensor, Tensor]:
+        t, functions = (angle - middle) / half, []
+        for terms in factors:
             older, newer = torch.zeros_like(t), torch.zeros_like(t)
             for degree in range(len(terms) - 1, -1, -1):  # Clenshaw
                 left, right = terms[degree]
@@ -49,19 +53,7 @@ class Interpolant:
             functions.append(newer)
         return functions[0] * rho, functions[1]
 
-
-def interpolant(
-    activation: Activation, q1: Tensor, q2: Tensor, angles: tuple[float, float] = (0.0, math.pi)
-) -> Interpolant | None:
-    """Return the interpolant for pairs of these variances and angles; None where none is exact to 1e-13."""
-    values = torch.cat([q1, q2]).unique()
-    nodes = values if len(values) == 1 else variance_nodes(activation, values)
-    fit = None if nodes is None else _fit(activation, tuple(nodes.tolist()))
-    if nodes is None or fit is None:
-        return None
-    weights = [torch.ones_like(q)[:, None] if len(nodes) == 1 else interpolation(nodes, q) for q in (q1, q2)]
-    middle, half = (angles[0] + angles[1]) / 2, max((angles[1] - angles[0]) / 2, 1e-3)
-    return Interpolant(middle, half, tuple(_factors(f, weights[0], weights[1]) for f in _narrowed(fit, middle, half)))
+    return block
 
 
 def variance_nodes(activation: Activation, q: Tensor) -> Tensor | None:
@@ -88,7 +80,7 @@ def interpolation(nodes: Tensor, q: Tensor) -> Tensor:
 
 
 def _factors(fit: Tensor, left: Tensor, right: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Interpolate the node values of each degree, cut to their numerical rank, to the rows and columns."""
+    """Return (rows, rank) and (rank, columns) for each degree: node values, cut to their rank and interpolated."""
     u, s, v = torch.linalg.svd(fit)
     least = _ROUNDING * float(s.max())
     factors = []

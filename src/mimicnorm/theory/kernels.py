@@ -326,9 +326,9 @@ def _layer_by(each: Callable, state: _State, t: Transition, block: int) -> _Stat
         centre = pairs.moments[0].mean.mean()
         shift1, shift2 = (side.mean - centre for side in pairs.moments)
         w2, bias = 1 / float((pairs.powers[0] + shift1**2).mean()), 0.0
-    own1, own2 = (w2 * power for power in pairs.powers)
+    scaled1, scaled2 = (w2 * power for power in pairs.powers)
     added1, added2 = w2 * shift1**2 + bias, w2 * shift2**2 + bias
-    q1, q2 = own1 + added1, own2 + added2
+    q1, q2 = scaled1 + added1, scaled2 + added2
     _require_variance(torch.cat([q1, q2]), state.layer + 1)
     rho, gap, theta = (torch.zeros_like(state.theta) for _ in range(3))
 
@@ -339,7 +339,7 @@ def _layer_by(each: Callable, state: _State, t: Transition, block: int) -> _Stat
         k = w2 * value + added
         theta[block] = new = torch.addcmul(k, slope, state.theta[block], value=w2)
         if t.kind == "batch_norm" or bias > 0:
-            ends = (own1[rows, None], own2[columns]), (added1[rows, None], added2[columns])
+            ends = (scaled1[rows, None], scaled2[columns]), (added1[rows, None], added2[columns])
             gap_after = _gap_of_sum(*ends, gap_after, 1 - torch.sign(added))
         norms = torch.sqrt(q1[rows, None]) * torch.sqrt(q2[columns])
         rho[block], gap[block] = _consistent(k / norms, gap_after)

@@ -22,25 +22,27 @@ if TYPE_CHECKING:
 RANGE = 12.0  # the density at 12 is 2e-32: beyond double precision for any activation of polynomial growth
 LARGEST = 50.0  # variance up to which the nodes in polar coordinates resolve the activation
 SMALL = 0.03  # below this correlation eleven Hermite terms are exact to rounding, kinks or not
+Nodes = tuple[Tensor, Tensor]  # nodes and weights
 CPU = torch.device("cpu")  # passed everywhere, so that a caller's `with torch.device(...)` has no effect
 
 
-def normal_nodes(kinks: Iterable[float] = (), scale: float | np.ndarray = 1.0) -> tuple[Tensor, Tensor]:
+def normal_nodes(kinks: Iterable[float] = (), scale: float | np.ndarray = 1.0, count: int = 20) -> Nodes:
     """Return nodes z and weights w with sum(w f(scale z)) = E[f(scale z)], z ~ N(0, 1), one row per scale.
 
     Args:
         kinks: where f, or one of its derivatives, jumps, in the argument of f, not in z.
         scale: the standard deviation of f's argument, one or several.
+        count: nodes per panel.
 
     Example:
         >>> z, w = normal_nodes(kinks=(0.0,))
         >>> round(float((w * z.relu()).sum()), 12)  # 1 / sqrt(2 pi)
         0.398942280401
     """
-    return gaussian_panels(breakpoints(kinks, scale))
+    return _gaussian_panels(_breakpoints(kinks, scale), count)
 
 
-def breakpoints(kinks: Iterable[float], scale: float | np.ndarray) -> np.ndarray:
+def _breakpoints(kinks: Iterable[float], scale: float | np.ndarray) -> np.ndarray:
     """Place panel ends on the z axis: unit steps, and geometric ones around 0 and the kinks of f(scale z)."""
     scale = np.asarray(scale, dtype=float)
     steps = 2.0 ** np.arange(-1, 2 + math.ceil(math.log2(RANGE * max(scale.max(), 1.0))))
@@ -51,13 +53,13 @@ def breakpoints(kinks: Iterable[float], scale: float | np.ndarray) -> np.ndarray
     return ends if scale.ndim else np.unique(ends)
 
 
-def gaussian_panels(ends: np.ndarray, count: int = 20) -> tuple[Tensor, Tensor]:
+def _gaussian_panels(ends: np.ndarray, count: int) -> Nodes:
     """Return Gauss-Legendre nodes on the panels between ascending ends, and weights with the Gaussian density."""
     z, w = _panels(ends, count)
     return z, w * torch.exp(-(z**2) / 2) / math.sqrt(2 * math.pi)
 
 
-def _panels(ends: np.ndarray, count: int) -> tuple[Tensor, Tensor]:
+def _panels(ends: np.ndarray, count: int) -> Nodes:
     unit, weight = _legendre(count)
     half = np.diff(ends)[..., None] / 2
     shape = (*ends.shape[:-1], -1)
@@ -114,7 +116,7 @@ def _sectors(
 ) -> tuple[Tensor, Tensor]:
     """Integrate in polar coordinates over the four sectors that the lines u = 0 and v = 0 leave."""
     most = float(torch.cat(scales).max())
-    ends = breakpoints((0.0,), most)
+    ends = _breakpoints((0.0,), most)
     radius, ring = _panels(ends[(ends >= 0) & (ends <= 10)], 12)
     ring = ring * radius * torch.exp(-(radius**2) / 2) / (2 * math.pi)
     corners = np.array([-math.pi, 2 * angle - math.pi, math.pi, 2 * angle + math.pi, 3 * math.pi]) / 2
@@ -123,7 +125,8 @@ def _sectors(
     sides = []
     for scale, mean, direction in zip(scales, means, (around, around - angle), strict=True):
         x = scale[:, None] * (torch.cos(direction)[:, None] * radius).flatten()
-        sides.append((activation(x).detach() - mean[:, None], activation.derivative(x)))
+        phi, slope = activation.with_slope(x)
+        sides.append((phi - mean[:, None], slope))
     (u, du), (v, dv) = sides
     measure = (step[:, None] * ring).flatten()
     return (u * measure) @ v.T, (du * measure) @ dv.T
@@ -143,8 +146,8 @@ def following_kinks(activation: Activation, q1: float, q2: float, angle: float) 
         steps = 2.0 ** np.arange(-1, math.ceil(math.log2(s)) + 3) if s > 1 else np.array([])
         return np.concatenate([-steps[::-1], [0.0], steps])
 
-    def nodes(*ends: np.ndarray) -> tuple[Tensor, Tensor]:
-        return gaussian_panels(np.sort(np.clip(np.concatenate(ends, -1), -9.0, 9.0), -1), 14)
+    def nodes(*ends: np.ndarray) -> Nodes:
+        return _gaussian_panels(np.sort(np.clip(np.concatenate(ends, -1), -9.0, 9.0), -1), 14)
 
     around = (centres[:, None] + ladder(s2)).ravel() / s2
     ends = [grid, (centres[:, None] + ladder(s1)).ravel() / s1]
@@ -155,7 +158,7 @@ def following_kinks(activation: Activation, q1: float, q2: float, angle: float) 
     z1, w1 = nodes(*ends)
     inner = (around - rho * z1.numpy()[:, None]) / max(r, 1e-300)
     z2, w2 = nodes(np.broadcast_to(grid, (len(inner), len(grid))), inner)
-    u, v = s1 * z1, s2 * (rho * z1[:, None] + r * z2)
-    value = (w1 * activation(u).detach() * (w2 * activation(v).detach()).sum(1)).sum()
-    slope = (w1 * activation.derivative(u) * (w2 * activation.derivative(v)).sum(1)).sum()
-    return float(value), float(slope)
+    of_u = activation.with_slope(s1 * z1)
+    of_v = activation.with_slope(s2 * (rho * z1[:, None] + r * z2))
+    value, slope = (float((w1 * a * (w2 * b).sum(1)).sum()) for a, b in zip(of_u, of_v, strict=True))
+    return value, slope

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -132,7 +133,17 @@ class Transition:
         """The variance that depth leads to from 1; 0 when it dies out, infinity when it has no bound."""
         if self.sigma_w2 == "stable" or self.kind == "batch_norm":
             return 1.0
-        return _variance_fixed_point(self)
+        if leaky_slope(self.activation) is not None:
+            growth = self.variance_map(1.0) - self.sigma_b2
+            if abs(growth - 1) < 1e-12:
+                return 1.0 if self.sigma_b2 == 0 else math.inf
+            return math.inf if growth > 1 else self.sigma_b2 / (1 - growth)
+        q, factor = 1.0, 2.0 if self.variance_map(1.0) > 1 else 0.5
+        while (self.variance_map(q * factor) > q * factor) == (factor > 1):
+            q *= factor
+            if not 1e-12 < q < 1e12:
+                return math.inf if factor > 1 else 0.0
+        return _crossing(self.variance_map, q, q * factor)
 
     @cached_property
     def _reference(self) -> tuple[float, float, float]:
@@ -169,15 +180,8 @@ class Transition:
     def chi1(self) -> float:
         """sigma_w2 E[phi'(sqrt(q*) z)^2]: the gradients' growth, and T'(1) when 0 < q* < inf."""
         require_continuous(self.activation)
-        if self.q_star == 0:
-            return self.effective_w2 * sum(s**2 for s in self._slopes_at_zero) / 2
-        q = self.q_star if self.q_star < math.inf else self._reference[0]
+        q = 1e-200 if self.q_star == 0 else self._reference[0]  # a dying variance sees phi'(0) alone
         return self.effective_w2 * float(self.layer_power(_scalar(q))[1])
-
-    @property
-    def _slopes_at_zero(self) -> list[float]:
-        """phi'(0-) and phi'(0+): all that a dying variance sees of phi."""
-        return self.activation.derivative(torch.tensor([-1e-150, 1e-150], dtype=torch.float64)).tolist()
 
     @cached_property
     def phase(self) -> str:
@@ -191,7 +195,8 @@ class Transition:
     @cached_property
     def fixed_points(self) -> tuple[FixedPoint, ...]:
         """All correlations with T(rho) = rho, in ascending order, with their stability."""
-        if self.q_star == 0 and len(set(self._slopes_at_zero)) == 1:
+        below, above = self.activation.derivative(_scalar([-1e-150, 1e-150]))
+        if self.q_star == 0 and bool(below == above):
             raise TheoryError(
                 f"the variance of this {self.activation.name} network dies out with depth, where "
                 f"{self.activation.name} is linear and keeps every correlation: there are no fixed points. Use a "
@@ -208,15 +213,8 @@ class Transition:
         for i, j in pairwise(clear.nonzero().flatten().tolist()):
             known = any(float(grid[i]) < root < float(grid[j]) for root in roots)
             if not known and bool(gap[i] * gap[j] < 0):
-                roots.append(self._bisect(float(grid[i]), float(grid[j])))
+                roots.append(_crossing(lambda rho: float(self(rho)), float(grid[i]), float(grid[j])))
         return tuple(self._classify(rho) for rho in sorted(roots))
-
-    def _bisect(self, low: float, high: float) -> float:
-        sign = float(self(low)) > low
-        for _ in range(60):
-            middle = (low + high) / 2
-            low, high = (middle, high) if (float(self(middle)) > middle) == sign else (low, middle)
-        return (low + high) / 2
 
     def _classify(self, rho: float) -> FixedPoint:
         bounded = 0 < self.q_star < math.inf
@@ -258,7 +256,7 @@ class Transition:
         return torch.stack(path)
 
 
-def _scalar(q: float) -> Tensor:
+def _scalar(q: float | list[float]) -> Tensor:
     return torch.tensor(q, dtype=torch.float64)
 
 
@@ -269,24 +267,10 @@ def _scale(factor: float) -> float:
     return math.inf if change < 1e-12 else 1 / change
 
 
-@lru_cache(maxsize=4096)
-def _variance_fixed_point(transition: Transition) -> float:
-    slope = leaky_slope(transition.activation)
-    if slope is not None:
-        growth = transition.effective_w2 * float(transition.layer_power(_scalar(1.0))[0])
-        if abs(growth - 1) < 1e-12:
-            return 1.0 if transition.sigma_b2 == 0 else math.inf
-        return math.inf if growth > 1 else transition.sigma_b2 / (1 - growth)
-    up = transition.variance_map(1.0) > 1.0
-    low = 1.0
-    for _ in range(80):  # bracket in factors of 2, then bisect in the logarithm
-        high = low * (2.0 if up else 0.5)
-        if not 1e-12 < high < 1e12:
-            return math.inf if up else 0.0
-        if (transition.variance_map(high) > high) != up:
-            break
-        low = high
-    for _ in range(100):
-        middle = math.sqrt(low * high)
-        low, high = (middle, high) if (transition.variance_map(middle) > middle) == up else (low, middle)
-    return math.sqrt(low * high)
+def _crossing(f: Callable[[float], float], one: float, other: float) -> float:
+    """Bisect for the x between two numbers where f(x) = x."""
+    above = f(one) > one
+    for _ in range(60):
+        middle = (one + other) / 2
+        one, other = (middle, other) if (f(middle) > middle) == above else (one, middle)
+    return (one + other) / 2
