@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from mimicnorm.cli import main
-from mimicnorm.paper import ITEMS, SCALES, reproduce, scales, tables
+from mimicnorm.paper import ITEMS, SCALES, page, reproduce, scales, tables
 from mimicnorm.paper.published import ITEM_NAMES
 from mimicnorm.paper.scales import Scale
 from mimicnorm.training.cache import cache_file
@@ -53,7 +53,7 @@ def where(trained, tmp_path):
 
 @pytest.fixture
 def never_trained(monkeypatch):
-    monkeypatch.setattr("mimicnorm.training.sweep._start", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr("mimicnorm.training.sweep._start", lambda *_, **__: pytest.fail("trained again"))
 
 
 @pytest.mark.usefixtures("never_trained")
@@ -76,6 +76,21 @@ def test_a_run_that_is_missing_is_trained_and_the_others_are_not(where):
     assert missing.stem in reproduce("table2", **where)["runs"].values()
     after = {p.name: p.stat().st_mtime_ns for p in folder.iterdir()}
     assert {name for name in before if before[name] != after[name]} == {missing.name}
+
+
+@pytest.mark.usefixtures("never_trained")
+def test_a_trial_of_a_few_steps_is_not_on_the_page(where):
+    data = reproduce("table2", **where, max_steps=2)
+    assert data["max_steps"] == 2
+    assert (where["results"] / "paper" / "table2-desk-2-steps.json").exists()
+    assert page.markdown(where["results"]).count("## table2") == 1
+
+
+@pytest.mark.usefixtures("never_trained")
+def test_only_finished_runs_are_judged_if_asked(where):
+    min((where["results"] / "runs").iterdir()).unlink()
+    data = reproduce("table2", **where, only_finished=True)
+    assert (len(data["runs"]), len(data["missing"])) == (1, 1)
 
 
 def test_finished_runs_have_the_variance_of_every_logged_step(where):

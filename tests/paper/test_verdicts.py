@@ -24,12 +24,18 @@ CLOSE = [70.0, 70.2, 70.1]
         ([72.0, 72.1, 72.2], 0, HOLDS),
         ([66.0, 66.1, 66.2], 0, FAILS),
         ([60.0, 80.0, 70.0], 0, UNDECIDED),  # an interval that says nothing
+        ([69.0, 69.2, 69.1], 0, UNDECIDED),  # one that the margin is in
         ([70.1], 0, UNDECIDED),
         ([70.1, 70.2], 1, FAILS),
     ],
 )
 def test_at_least(ours, diverged, expected):
     assert at_least("claim", ours, CLOSE, -1.0, diverged).verdict == expected
+
+
+@pytest.mark.parametrize(("ours", "expected"), [([69.5], HOLDS), ([68.0], FAILS), ([], UNDECIDED)])
+def test_one_run_each_is_judged_by_its_numbers(ours, expected):
+    assert at_least("claim", ours, [70.0], -1.0, single=True).verdict == expected
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 from mimicnorm.errors import CheckpointError, RecipeError
 from mimicnorm.training import recipe, run_all, sweep
-from mimicnorm.training.slurm import Slurm
+from mimicnorm.training.slurm import Slurm, Submitted
 
 
 def small(**changes):
@@ -37,6 +37,37 @@ def test_options_are_pairs(option, tmp_path):
 def test_without_a_scheduler_the_error_says_so(tmp_path):
     with pytest.raises(RecipeError, match="cannot submit to slurm"):
         Slurm(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("count", "given", "expected"),
+    [
+        (0, None, {}),
+        (1, None, {}),
+        (4, None, {"CUDA_VISIBLE_DEVICES": "2,3"}),
+        (2, "5,7", {"CUDA_VISIBLE_DEVICES": "5,7"}),
+    ],
+)
+def test_runs_here_have_gpus_of_their_own(count, given, expected, monkeypatch):
+    monkeypatch.setattr(sweep.torch.cuda, "device_count", lambda: count)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert sweep._own_gpus(1, 2, "auto") == expected
+    assert sweep._own_gpus(1, 2, "cpu") == {}
+
+
+class _LostJob:
+    def done(self, force_check=False):
+        return True
+
+    def exception(self):
+        return RuntimeError("the node went away")
+
+
+def test_a_job_that_never_ran_says_why(tmp_path):
+    assert Submitted(_LostJob(), tmp_path / "errors.log").poll() == 1
+    assert "the node went away" in (tmp_path / "errors.log").read_text()
 
 
 @pytest.mark.parametrize(("gpus", "together"), [(1, False), (4, True)])

@@ -116,7 +116,8 @@ def test_processes_share_the_threads_and_find_the_callers_modules(tmp_path: Path
     monkeypatch.setattr(sweep.subprocess, "Popen", lambda command, env, **_: given.update(env, command=command))
     monkeypatch.setattr(sweep.torch, "get_num_threads", lambda: 8)
     command = sweep._command(tmp_path, small(), "some/data", "cpu", 1)
-    sweep._start(command, 3, tmp_path / "errors.log", quiet=True)
+    environment = {**sweep._environment(3), sweep.PARENT: str(os.getpid())}
+    sweep._start(command, environment, tmp_path / "errors.log", quiet=True)
     assert (given["OMP_NUM_THREADS"], given["MIMICNORM_PARENT"]) == ("2", str(os.getpid()))
     assert str(Path(__file__).parent) in given["PYTHONPATH"].split(os.pathsep)
     assert given["command"][-2:] == ["--data-dir", "some/data"]

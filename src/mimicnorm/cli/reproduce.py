@@ -76,7 +76,7 @@ class Reproduce:
             where["launcher"] = Slurm(self.runs / "slurm", self.gpus, self.slurm)
         for item in ITEMS if self.item == "all" else (self.item,):
             data = reproduce(item, self.scale, **where)
-            table = Table("claim", "verdict", "measured", title=f"{item}: {data['title']}, {self.scale} scale")
+            table = Table("claim", "verdict", "evidence", title=f"{item}: {data['title']}, {self.scale} scale")
             for verdict in data["verdicts"]:
                 table.add_row(verdict["claim"], verdict["verdict"], verdict["evidence"])
             Console().print(table)
@@ -90,7 +90,7 @@ class Reproduce:
         from rich.table import Table
 
         from mimicnorm.paper import ITEMS, SCALES
-        from mimicnorm.training.cache import finished_runs
+        from mimicnorm.training.cache import finished_runs, seconds
 
         table = Table(title=f"{self.scale} scale, hours of training one run after the other")
         table.add_column("item", no_wrap=True)
@@ -103,11 +103,11 @@ class Reproduce:
                 done |= finished_runs(stage(scale, done), self.results)
             recipes = item.recipes(scale, done)
             for run in done.values():
-                spent = sum(line.get("seconds") or 0.0 for line in run["history"]) / 3600
-                hours.setdefault(run["recipe"]["model"], []).append(spent / max(len(run["history"]), 1))
+                model, images = run["recipe"]["model"], (run["recipe"]["limit"] or 50_000) * len(run["history"])
+                hours.setdefault(model, []).append(seconds(run) / 3600 / max(images, 1))
             left = [r for label, r in recipes.items() if label not in done]
-            known = [statistics.mean(hours[r.model]) * r.epochs for r in left if r.model in hours]
-            so_far = sum(line.get("seconds") or 0.0 for run in done.values() for line in run["history"]) / 3600
+            known = [statistics.mean(hours[r.model]) * r.epochs * (r.limit or 50_000) for r in left if r.model in hours]
+            so_far = sum(map(seconds, done.values())) / 3600
             estimate = "-" if not left else f"about {sum(known):.1f}" if len(known) == len(left) else "not known yet"
             table.add_row(name, item.title, str(len(recipes)), str(len(done)), f"{so_far:.1f}", estimate)
         return table

@@ -83,7 +83,7 @@ ITEMS = {
     "table3": Item(
         "ImageNet, five networks: accuracy and memory",
         memory.with_memory("imagenet", TABLE3, tables.accuracies),
-        claims.accuracies,
+        claims.table3,
         claims.memory(TABLE3),
         (tables.table3,),
         needs_gpus=True,
@@ -97,8 +97,7 @@ ITEMS = {
     "figure-bnwm": Item(
         "channels of layer 50 under BatchNorm and weight mean",
         signals.channels(("batch_norm", "weight_mean"), (50,)),
-        facts=claims.unfrozen,
-        draw=signals.drawer("distributions"),
+        facts=claims.unfrozen,  # the picture of figure-shift has both
     ),
     "figure-operator": Item(
         "transition operators and their fixed points",

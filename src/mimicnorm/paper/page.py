@@ -12,15 +12,16 @@ from typing import Any
 
 from mimicnorm.paper.figures import NAMES
 from mimicnorm.paper.items import ITEMS
+from mimicnorm.paper.parity import RATES
 from mimicnorm.paper.published import TABLE1, TABLE2, TABLE3, Cell
 from mimicnorm.paper.scales import SCALES, Rows
 
 TITLE = "The paper, run again"
 ABOUT = (
-    "Each table has the paper's numbers beside ours. Desk runs are real experiments on CIFAR-100 with a quarter of the "
-    "width, 12 epochs and 10,000 of the 50,000 images, so their accuracies are far below the paper's: compare methods, "
+    "Each table has the paper's numbers beside ours. Desk runs are real experiments with narrow networks, few epochs "
+    "and a part of CIFAR-100, which each item states, so their accuracies are far below the paper's: compare methods, "
     "not absolute numbers. `mimicnorm reproduce ITEM --scale paper` is the paper's own recipe, for GPUs. Memory is the "
-    "predicted peak of a training step of the full-size network."
+    "predicted peak of a training step of the full-size network, tensors alone; the paper's is that of the process."
 )
 Cells = tuple[Sequence[str], Sequence[Sequence[Any]]]
 """The head and the lines of a table."""
@@ -55,7 +56,9 @@ def section(data: Mapping[str, Any], folder: Path = Path()) -> Section:
     """Return the section of one item, from its file."""
     scale = f"{data['scale']} scale, " if ITEMS[data["item"]].stages else ""
     runs = len(data["runs"]), len(data["runs"]) + len(data["missing"])
-    state = f"{scale}{runs[0]} of {runs[1]} runs, {_hours(data['seconds'])}" if runs[1] else "computed, no training"
+    state = "computed, no training"
+    if runs[1]:
+        state = f"{scale}{runs[0]} of {runs[1]} runs, {_hours(data['seconds'])}; {'; '.join(data['sizes'])}"
     made = Section(f"{data['item']}: {data['title']}", state)
     if data["rows"]:
         made.head, made.lines = _TABLES.get(data["item"], _plain)(data["rows"])
@@ -79,7 +82,7 @@ def markdown(results: str | Path, figures: str = "") -> str:
             parts.append(_table(s.head, s.lines))
         if s.figure is not None:
             parts.append(f"![{s.title}]({figures}{s.figure.name})")
-        parts.append(_table(("claim", "verdict", "measured"), ([c, f"**{v}**", e] for c, v, e in s.verdicts)))
+        parts.append(_table(("claim", "verdict", "evidence"), ([c, f"**{v}**", e] for c, v, e in s.verdicts)))
     return "\n\n".join(parts) + "\n"
 
 
@@ -109,16 +112,20 @@ def _accuracies(published: Mapping[str, Mapping[str, Cell]]) -> Callable[[Rows],
         lines = []
         for row in rows:
             cells = published[row["network"]]
-            cell, peak, first = cells.get(row["method"]), row.get("peak_mib"), base.get(row["network"])
-            theirs = "-" if cell is None else f"{cell.memory / cells['batchnorm'].memory:.2f}"
-            ours = "-" if peak is None or first is None else f"{peak / first:.2f}"
-            name = NAMES.get(row["method"], row["method"])
-            lines.append((row["network"], name, _published(cell), _measured(row) or "-", theirs, ours))
+            cell, peak = cells.get(row["method"]), row.get("peak_mib")
+            theirs = ("-", "-") if cell is None else _memory(cell.memory, cells["batchnorm"].memory)
+            ours = ("-", "-") if peak is None else _memory(peak, base.get(row["network"]))
+            accuracy = _published(cell), _measured(row) or "-"
+            lines.append((row["network"], NAMES[row["method"]], *accuracy, *theirs, *ours))
         lines.sort(key=lambda line: list(published).index(line[0]))
-        memory = ("memory / BatchNorm, paper", "ours")
+        memory = ("memory, paper, MB", "/ BatchNorm", "ours, MiB", "/ BatchNorm")
         return ("network", "method", "accuracy, paper, %", "ours, %", *memory), lines
 
     return table
+
+
+def _memory(peak: float, first: float | None) -> tuple[str, str]:
+    return f"{peak:,.0f}", "-" if first is None else f"{peak / first:.2f}"
 
 
 def _published(cell: Cell | None) -> str:
@@ -151,9 +158,9 @@ def _curves(rows: Rows) -> Cells:
     epochs = sorted({1, 2, 4, 8, length} & set(range(1, length + 1)))
     lines = []
     for row in rows:
-        reached = [f"{row['top1'][e - 1]:.1f}" if e <= len(row["top1"]) else "diverged" for e in epochs]
-        lines.append((row["network"], NAMES[row["method"]], *reached))
-    return ("network", "method", *(f"epoch {e}, %" for e in epochs)), lines
+        reached = [f"{row['top1'][e - 1]:.1f}" for e in epochs]
+        lines.append((row["network"], NAMES[row["method"]], *reached, row["diverged"]))
+    return ("network", "method", *(f"epoch {e}, %" for e in epochs), "runs that diverged"), lines
 
 
 def _parity(rows: Rows) -> Cells:
@@ -161,7 +168,8 @@ def _parity(rows: Rows) -> Cells:
     for row in rows:
         errors = row["calibration_error"]
         error = f"{statistics.mean(errors):.3f}" if errors else "-"
-        lines.append((row["labels"], NAMES[row["method"]], row["lr"], len(row["top1"]), _measured(row), error))
+        rate = f"{row['lr']:g}{' (the end of the range)' * (row['lr'] in (min(RATES), max(RATES)))}"
+        lines.append((row["labels"], NAMES[row["method"]], rate, len(row["top1"]), _measured(row), error))
     return ("labels", "method", "learning rate", "seeds", "accuracy, %", "calibration error"), lines
 
 
@@ -192,7 +200,7 @@ def _operator(rows: Rows) -> Cells:
 
 def _plain(rows: Rows) -> Cells:
     """Every field of every row: for items whose rows are a table already."""
-    head = [key for key in rows[0] if key != "statement"]
+    head = list(rows[0])
     cells = [
         [f"{row[k]:.4g}" if isinstance(row[k], float) else NAMES.get(row[k], row[k]) for k in head] for row in rows
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ import mimicnorm
 from mimicnorm.arguments import positive_int
 from mimicnorm.paper.items import ITEMS
 from mimicnorm.paper.scales import SCALES, Setting
-from mimicnorm.training.cache import finished_runs, trained
+from mimicnorm.training.cache import commit, finished_runs, seconds, trained
+from mimicnorm.training.recipes import Recipe
 from mimicnorm.training.state import write_json
 from mimicnorm.training.sweep import Launcher
 
@@ -83,12 +85,23 @@ def reproduce(
         "title": chosen.title,
         "versions": {"mimicnorm": mimicnorm.__version__, "torch": torch.__version__},
         "python": platform.python_version(),
+        "commit": commit(),
         "rows": rows,
         "verdicts": [judgement._asdict() for judgement in chosen.judge(scale, rows, bool(done))],
         "figure": picture,
         "runs": {label: recipes[label].key() for label in done},
         "missing": [label for label in recipes if label not in done],
-        "seconds": sum(line.get("seconds") or 0.0 for run in done.values() for line in run["history"]),
+        "sizes": _sizes(recipes.values()),
+        "seconds": sum(map(seconds, done.values())),
     }
     write_json(folder / f"{name}.json", data)
     return data
+
+
+def _sizes(recipes: Iterable[Recipe]) -> list[str]:
+    """Say how large the runs of an item are, once for all that are alike."""
+    texts = (
+        f"{r.epochs} epochs of {r.limit or 'all'} images, width {r.width:g}, batch {r.batch}, {r.precision}"
+        for r in recipes
+    )
+    return list(dict.fromkeys(texts))

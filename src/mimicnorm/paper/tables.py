@@ -16,8 +16,6 @@ from mimicnorm.training.recipes import Recipe
 Stage = Callable[[Scale, Runs], dict[str, Recipe]]
 """From a scale and the runs of the stages before to the recipes of the next, by label."""
 
-DEPTHWISE = "mimicnorm, depthwise centred"
-"""MimicNorm with ``min_fan_in=1`` on ShuffleNetV2: is its deficit that of layers that are not centred?"""
 ABLATION = ("batchnorm", "mimicnorm", "weight-mean", "last-bn", "nonorm")
 
 # -- recipes -----------------------------------------------------------------------------------------------------
@@ -34,15 +32,8 @@ def grid(scale: Scale, data: str, methods: Mapping[str, Any]) -> dict[str, Recip
 
 
 def table1(scale: Scale, _runs: Runs) -> dict[str, Recipe]:
-    """Every cell of the table, and ShuffleNetV2 with its small layers centred, too."""
-    small = ("logit_scale=false", "min_fan_in=1")
-    extra = {
-        f"cifar100 shufflenetv2 min_fan_in=1 seed {seed}": scale.recipe(
-            "cifar100", "shufflenetv2", "mimicnorm", seed=seed, settings=small
-        )
-        for seed in scale.seeds_of("shufflenetv2")
-    }
-    return grid(scale, "cifar100", TABLE1) | extra
+    """Every cell of the table."""
+    return grid(scale, "cifar100", TABLE1)
 
 
 def table2(scale: Scale, _runs: Runs) -> dict[str, Recipe]:
@@ -73,12 +64,6 @@ def ablation(*networks: str) -> Stage:
 # -- rows --------------------------------------------------------------------------------------------------------
 
 
-def method_of(run: Mapping[str, Any]) -> str:
-    """Return how a run is called in rows: its method, or `DEPTHWISE`."""
-    made = run["recipe"]
-    return DEPTHWISE if "min_fan_in=1" in made.get("settings", ()) else made["method"]
-
-
 def best_top1(run: Mapping[str, Any]) -> float:
     """Return the best accuracy of any epoch, in percent; that of guessing for a run that diverged in the first."""
     return max((100 * line["top1"] for line in run["history"]), default=GUESSING)
@@ -88,7 +73,7 @@ def accuracies(runs: Runs, _setting: Setting | None = None) -> list[dict[str, An
     """Return a row per network and method: final accuracies in percent, and how many runs diverged."""
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for run in runs.values():
-        model, method = run["recipe"]["model"], method_of(run)
+        model, method = run["recipe"]["model"], run["recipe"]["method"]
         row = rows.setdefault((model, method), {"network": model, "method": method, "top1": [], "diverged": 0})
         if run["status"] == "done":
             row["top1"].append(100 * run["history"][-1]["top1"])
@@ -107,14 +92,21 @@ def by_rate(runs: Runs, _setting: Setting | None = None) -> list[dict[str, Any]]
 
 
 def curves(runs: Runs, _setting: Setting | None = None) -> list[dict[str, Any]]:
-    """Return a row per network and method: the mean accuracy after each epoch, over the seeds that got there."""
-    histories: dict[tuple[str, str], list[list[float]]] = {}
+    """Return a row per network and method: mean accuracy after each epoch, final ones, and how many runs diverged.
+
+    A run that diverged counts as guessing from there on, or its method would be judged by the other seeds.
+    """
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     for run in runs.values():
+        network, method = run["recipe"]["model"], run["recipe"]["method"]
         history = [100 * line["top1"] for line in run["history"]]
-        histories.setdefault((run["recipe"]["model"], run["recipe"]["method"]), []).append(history)
-    rows = []
-    for (network, method), group in histories.items():
-        longest = max(map(len, group))
-        reached = [[h[epoch] for h in group if len(h) > epoch] for epoch in range(longest)]
-        rows.append({"network": network, "method": method, "top1": [statistics.mean(epoch) for epoch in reached]})
-    return rows
+        history += [GUESSING] * (run["recipe"]["epochs"] - len(history))
+        start = {"network": network, "method": method, "histories": [], "diverged": 0}
+        row = rows.setdefault((network, method), start)
+        row["histories"].append(history)
+        row["diverged"] += run["status"] == "diverged"
+    for row in rows.values():
+        histories = row.pop("histories")
+        row["top1"] = [statistics.mean(epoch) for epoch in zip(*histories, strict=True)]
+        row["final"] = [history[-1] for history in histories]
+    return list(rows.values())

@@ -16,7 +16,7 @@ def recipes(scale: Scale, _runs: Runs) -> dict[str, Recipe]:
     return {
         f"variance {network} {method}": scale.recipe("cifar100", network, method, **start)
         for network in NETWORKS
-        for method in ("mimicnorm", "nonorm")
+        for method in ("mimicnorm", "last-bn", "nonorm")
     }
 
 

@@ -40,15 +40,35 @@ def at_desk(judgement: Judgement) -> Judgement:
     return judgement._replace(verdict=DIRECTION) if judgement.verdict == HOLDS else judgement
 
 
-def at_least(claim: str, ours: Sequence[float], theirs: Sequence[float], least: float, diverged: int = 0) -> Judgement:
-    """Judge "ours is at least theirs plus ``least``" by the interval of the difference; a divergence refutes it."""
+def at_least(
+    claim: str,
+    ours: Sequence[float],
+    theirs: Sequence[float],
+    least: float,
+    diverged: int = 0,
+    *,
+    single: bool = False,
+) -> Judgement:
+    """Judge "ours is at least theirs plus ``least``" by the interval of the difference; a divergence refutes it.
+
+    Args:
+        claim: The paper's statement.
+        ours: Accuracies of our method.
+        theirs: Accuracies of the other.
+        least: In points; negative allows a deficit.
+        diverged: How many of our runs diverged.
+        single: Whether one run each is all there will be: it is judged by the numbers then.
+    """
     if diverged:
         return Judgement(claim, FAILS, f"{diverged} runs diverged")
-    gap = difference(ours, theirs)
-    if gap is None:
+    if single and ours and theirs:
+        gap = ours[0] - theirs[0]
+        return Judgement(claim, HOLDS if gap >= least else FAILS, f"{gap:+.2f} points, one run each")
+    interval = difference(ours, theirs)
+    if interval is None:
         return Judgement(claim, UNDECIDED, "fewer than two runs")
-    verdict = HOLDS if gap.low >= least else FAILS if gap.high < 0 else UNDECIDED
-    return Judgement(claim, verdict, points(gap))
+    verdict = HOLDS if interval.low >= least else FAILS if interval.high < least else UNDECIDED
+    return Judgement(claim, verdict, points(interval))
 
 
 def below_all(claim: str, low: Sequence[float], others: Sequence[Sequence[float]], diverged: int) -> Judgement:

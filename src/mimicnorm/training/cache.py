@@ -54,7 +54,7 @@ def trained(
             run = {
                 "versions": {"mimicnorm": mimicnorm.__version__, "torch": torch.__version__},
                 "python": platform.python_version(),
-                "commit": _commit(),
+                "commit": commit(),
                 "threads": max(1, torch.get_num_threads() // jobs),
                 "recipe": recipes[label].resolved().as_dict(),
                 "status": result.status,
@@ -96,7 +96,12 @@ def _steps(metrics: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _commit() -> str | None:
+def seconds(run: Mapping[str, Any]) -> float:
+    """Return the time that a run has trained for."""
+    return sum(line.get("seconds") or 0.0 for line in run["history"])
+
+
+def commit() -> str | None:
     """Return the commit of this package's code; None if it is not in a git checkout."""
     command = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import time
 from collections.abc import Iterable
@@ -40,7 +41,9 @@ class Slurm:
 
     def __call__(self, command: list[str], environment: dict[str, str], errors: Path) -> Submitted:
         """Submit one run."""
-        return Submitted(self._executor.submit(_run, command, environment, str(errors)))
+        # The scheduler decides about GPUs and threads on the node.
+        changes = {name: environment[name] for name in ("PYTHONPATH",)}
+        return Submitted(self._executor.submit(_Run(), command, changes, str(errors)), errors)
 
 
 class Submitted:
@@ -48,14 +51,18 @@ class Submitted:
 
     returncode = 1
 
-    def __init__(self, job: Any):
-        self._job = job
+    def __init__(self, job: Any, errors: Path):
+        self._job, self._errors = job, errors
 
     def poll(self) -> int | None:
-        """Return the exit code if the job is over, else None."""
+        """Return the exit code if the job is over, else None; why a job did not run goes into the run's errors."""
         if not self._job.done():
             return None
-        self.returncode = 1 if self._job.exception() is not None else self._job.result()
+        error = self._job.exception()
+        if error is None:
+            self.returncode = self._job.result()
+        elif not self._errors.exists() or not self._errors.read_text(errors="replace").strip():
+            self._errors.write_text(f"{error}\n")
         return self.returncode
 
     def terminate(self) -> None:
@@ -66,7 +73,7 @@ class Submitted:
         """Wait until the job is over, a minute at most: a queue may take its time to cancel."""
         end = time.monotonic() + 60
         while not self._job.done(force_check=True) and time.monotonic() < end:
-            time.sleep(0.1)
+            time.sleep(1.0)
 
 
 def _parsed(options: Iterable[str]) -> dict[str, Any]:
@@ -77,12 +84,22 @@ def _parsed(options: Iterable[str]) -> dict[str, Any]:
     return {name: int(value) if value.isdecimal() else value for name, _, value in pairs}
 
 
-def _run(command: list[str], environment: dict[str, str], errors: str) -> int:
-    """Run one command on the node; what it says on stderr goes to the run's folder."""
-    with open(errors, "wb") as file:
+class _Run:
+    """Runs one command on the node. submitit submits it again when its time is over, and the run resumes."""
+
+    def __call__(self, command: list[str], changes: dict[str, str], errors: str) -> int:
         nothing = subprocess.DEVNULL
-        process = subprocess.Popen(command, env=environment, stdin=nothing, stdout=nothing, stderr=file)
-        try:
-            return process.wait()
-        finally:
-            process.terminate()
+        with open(errors, "wb") as file:
+            environment = {**os.environ, **changes}
+            process = subprocess.Popen(command, env=environment, stdin=nothing, stdout=nothing, stderr=file)
+            try:
+                return process.wait()
+            finally:
+                process.terminate()
+                process.wait()
+
+    def checkpoint(self, *args: Any) -> Any:
+        """Return what submitit is to submit when the job has run out of time."""
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self, *args)

@@ -76,6 +76,7 @@ def run_all(
             labels.setdefault(recipes[label].key(), []).append(label)
     waiting = {folder_of(same[0], recipes[same[0]], out): same for same in labels.values()}
     running: dict[Path, Any] = {}
+    slots: dict[Path, int] = {}
     done, last_line = len(before), time.monotonic()
     try:
         while waiting:
@@ -84,7 +85,10 @@ def run_all(
                 if launcher is not None:
                     running[folder] = launcher(command, _environment(jobs), folder / ERRORS)
                 else:
-                    running[folder] = _start(command, jobs, folder / ERRORS, quiet=not progress or jobs > 1)
+                    slot = min(set(range(jobs)) - {slots[other] for other in running})
+                    slots[folder] = slot
+                    environment = {**_environment(jobs), PARENT: str(os.getpid()), **_own_gpus(slot, gpus, device)}
+                    running[folder] = _start(command, environment, folder / ERRORS, quiet=not progress or jobs > 1)
             time.sleep(0.1)
             for folder in [folder for folder, process in running.items() if process.poll() is not None]:
                 _require_success(folder, running.pop(folder).returncode)
@@ -134,8 +138,17 @@ def _environment(jobs: int) -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": threads, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
 
 
-def _start(command: list[str], jobs: int, errors: Path, quiet: bool) -> subprocess.Popen[bytes]:
-    environment = {**_environment(jobs), PARENT: str(os.getpid())}
+def _own_gpus(slot: int, gpus: int, device: str) -> dict[str, str]:
+    """Return what lets the run in a slot see its own GPUs alone, where there are several."""
+    count = torch.cuda.device_count()
+    if count < 2 or device not in ("auto", "cuda"):
+        return {}
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(i) for i in range(count)]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names[(slot * gpus + i) % len(names)] for i in range(gpus))}
+
+
+def _start(command: list[str], environment: dict[str, str], errors: Path, quiet: bool) -> subprocess.Popen[bytes]:
     output = subprocess.DEVNULL if quiet else None
     with open(errors, "wb") as file:
         return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=file)
