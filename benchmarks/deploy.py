@@ -7,7 +7,7 @@
 
 ``equal`` converts a network of each family, gives its biases, scalars and statistics random values, folds it and
 compares the outputs in single and double precision, beside the rounding of the converted network itself (its single
-against its double precision). MimicNorm on all, every method on some.
+against its double precision). Every method on every network; some methods refuse some networks.
 
 ``int8`` trains with BatchNorm and with MimicNorm by the library's own recipes (in ``runs``, resumed if it was
 interrupted), folds one and lets PyTorch fuse the other, and quantises both alike, calibrated on 512 training images.
@@ -56,11 +56,6 @@ from mimicnorm.training.recipes import Recipe
 from mimicnorm.training.state import Result
 from mimicnorm.training.sweep import folder_of
 
-EVERY_METHOD = (
-    *("torchvision:resnet18", "torchvision:vgg11_bn", "torchvision:shufflenet_v2_x0_5", "torchvision:densenet121"),
-    *("torchvision:mobilenet_v3_small", "torchvision:googlenet", "timm:resnetv2_50", "timm:repvgg_a0"),
-    *("timm:levit_128s", "timm:tf_efficientnet_b0", "timm:regnety_002", "timm:hrnet_w18_small"),
-)
 NETWORKS = {"digits": ("resnet10", "shufflenetv2"), "cifar100": ("resnet18", "shufflenetv2")}
 TIMED = (("resnet50", 1), ("resnet50", 8), ("resnet18", 1), ("vgg16_bn", 1), ("shufflenet_v2_x1_0", 1))
 CALIBRATION, BATCH = 512, 64
@@ -73,7 +68,7 @@ def equal(asked: argparse.Namespace) -> None:
     rows = Rows("deploy-equal", "model", "method")
     specs = [f"torchvision:{n}" for n in TORCHVISION] + [f"timm:{n}" for n in TIMM]
     for spec in specs if asked.only is None else [asked.only]:
-        for name in METHODS if spec in EVERY_METHOD else ("mimicnorm",):
+        for name in METHODS:
             if name != "batchnorm" and (spec, name) not in rows:
                 row = {"model": spec, "method": name, **_equal(spec, name)}
                 rows.add(row, **_summary([*rows.rows, row]))
