@@ -161,7 +161,11 @@ class _Run:
         self.bar.step(self.position.step)
         if self.position.step % self.recipe.log_every == 0:
             loss_now = self.read_pending()
-            self._log({"step": self.position.step, "loss": loss_now, "lr": self._rate()})
+            line: dict[str, Any] = {"step": self.position.step, "loss": loss_now, "lr": self._rate()}
+            # Not at the end of an epoch: a run that resumes there has no logits.
+            if last_norm_variance(self.trainer) is None and (values := self.trainer.logit_variance()) is not None:
+                line["logit_variance"] = _range(values)
+            self._log(line)
             accuracy = self.position.correct / (self.batches_done * self.recipe.batch)
             self.bar.loss(self.position.step, self.position.epoch + 1, loss_now, accuracy)
 
@@ -196,10 +200,8 @@ class _Run:
 
     def _log(self, line: dict[str, Any], timing: dict[str, Any] | None = None) -> None:
         variance = last_norm_variance(self.trainer)
-        for name, values in (("last_norm_variance", variance), ("logit_variance", self.trainer.logit_variance())):
-            if values is not None:
-                low, middle, high = (float(f(values)) for f in (torch.min, torch.median, torch.max))
-                line[name] = {"min": low, "median": middle, "max": high}
+        if variance is not None:
+            line["last_norm_variance"] = _range(variance)
         logs = {METRICS: line} if timing is None else {METRICS: line, TIMING: timing}
         self.processes.on_main(lambda: [self.folder.append(name, text) for name, text in logs.items()])
         self.bar.board_line(line, variance)
@@ -236,6 +238,10 @@ class _Run:
         result = Result(status, step, history)
         self.processes.on_main(lambda: self.folder.finish(result, self.trainer))
         return result
+
+
+def _range(values: Tensor) -> dict[str, float]:
+    return {name: float(f(values)) for name, f in (("min", torch.min), ("median", torch.median), ("max", torch.max))}
 
 
 def last_norm_variance(trainer: Trainer) -> Tensor | None:
