@@ -20,20 +20,26 @@ __all__ = ["RESULTS", "ROOT", "Rows", "provenance", "save", "zoo"]
 
 
 def provenance(**settings: object) -> dict:
-    """Versions, commit and settings of a run."""
+    """Versions, commit, state of the source and settings of a run."""
     versions = {}
     for package in ("mimicnorm", "torch", "timm", "torchvision", "opacus"):
         try:
             versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "versions": versions,
         "python": platform.python_version(),
-        "commit": git.stdout.strip() or None,
+        "commit": _revision("HEAD"),
+        "source": _revision("HEAD:src"),
         "settings": settings,
     }
+
+
+def _revision(name: str) -> str | None:
+    """Return what git calls the commit, or the state of a folder in it."""
+    git = subprocess.run(["git", "rev-parse", "--short", name], cwd=ROOT, capture_output=True, text=True, check=False)
+    return git.stdout.strip() or None
 
 
 def save(name: str, data: dict) -> Path:
@@ -47,10 +53,10 @@ def save(name: str, data: dict) -> Path:
 
 
 class Rows:
-    """The rows of a result file, kept as soon as they are there.
+    """The rows of a result file, written as soon as they are there.
 
-    A run that was interrupted goes on where it was, but only with the same code, versions and settings: a file never
-    holds rows of two states of the code.
+    A script that was interrupted goes on where it was, but only with the same source, versions and settings: a file never
+    holds rows of two states of ``src/``. Commits that change only pages, tests or results do not matter.
     """
 
     def __init__(self, name: str, *key: str, **settings: object):
@@ -58,7 +64,8 @@ class Rows:
         self.about = json.loads(json.dumps(provenance(**settings)))
         path = RESULTS / f"{name}.json"
         before = json.loads(path.read_text()) if path.exists() else {}
-        self.rows: list[dict] = before["rows"] if self.about.items() <= before.items() else []
+        decides = {key: value for key, value in self.about.items() if key != "commit"}
+        self.rows: list[dict] = before["rows"] if decides.items() <= before.items() else []
 
     def __contains__(self, key: tuple) -> bool:
         """Whether the row with these values of the key is there."""
