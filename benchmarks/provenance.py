@@ -55,8 +55,8 @@ def save(name: str, data: dict) -> Path:
 class Rows:
     """The rows of a result file, written as soon as they are there.
 
-    A script that was interrupted goes on where it was, but only with the same source, versions and settings: a file never
-    holds rows of two states of ``src/``. Commits that change only pages, tests or results do not matter.
+    A script that was interrupted goes on where it was, but only with the same source, versions and settings: a file
+    never holds rows of two states of ``src/``. Commits that change only pages, tests or results do not matter.
     """
 
     def __init__(self, name: str, *key: str, **settings: object):
