@@ -163,8 +163,8 @@ class Head:
         self.mean, self.var = state["mean"].clone(), state["var"].clone()
 
     def has_diverged(self) -> bool:
-        """Whether the running variance is so large that it saturates: a deviation beyond 2^16."""
-        return peak(self.var) >= 2 ** (_STATISTICS - 1)
+        """Whether the running variance is close to where it saturates: deviations beyond 2^14."""
+        return peak(self.var) >= 2 ** (_STATISTICS - 5)
 
     def start_from(self, mean: Tensor, var: Tensor) -> None:
         """Take over running statistics from a model outside."""

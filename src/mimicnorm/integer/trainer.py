@@ -233,7 +233,7 @@ class Trainer:
         exponents = {n.name: w.exponent for n in self.network.requantised for w in (n.output, n.error)}
         exponents |= {p.name: p.exponent + 14 for p in self.network.parameters}
         if self.network.head.has_diverged():
-            raise NonFiniteError(f"the last BN saw logits beyond 2^16 at step {self.steps}: training has diverged")
+            raise NonFiniteError(f"the last BN saw deviations beyond 2^14 at step {self.steps}: training has diverged")
         for name, exponent in exponents.items():
             if exponent is not None and exponent > LARGEST:
                 raise NonFiniteError(f"{name}: values of 2^{exponent} at step {self.steps}: training has diverged")
