@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small import NETWORKS, batch, network
+from converted_networks import NETWORKS, batch, network
 from torch import nn
 from torch.nn import functional as F
 

@@ -101,10 +101,10 @@ def test_evaluation_is_right_for_every_unit(exponent):
 
 
 def test_the_variance_of_many_large_logits_does_not_wrap():
-    data = torch.full((2**14, 1, 2), 2**20 - 1, dtype=torch.int32)
+    data = torch.full((2**16, 1, 2), 2**20 - 1, dtype=torch.int32)
     data[::2] *= -1
     head = Head(2, True, None, False)
-    outcome = head.loss(Block(data, -20), torch.zeros(2**14, dtype=torch.int64))
+    outcome = head.loss(Block(data, -20), torch.zeros(2**16, dtype=torch.int64))
     assert outcome.loss == pytest.approx(0.6931, abs=1e-3)
     assert head.statistics()[1].tolist() == pytest.approx([1.0, 1.0], rel=1e-3)
 

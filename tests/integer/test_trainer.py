@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small import NETWORKS, batch, dry, fires, network
+from converted_networks import NETWORKS, batch, dry, fires, network
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree

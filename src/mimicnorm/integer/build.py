@@ -90,7 +90,8 @@ class _Builder:
             self.refusals.append((last.name, f"a last BN with momentum={norm.momentum}; 1/n has one, such as 0.1"))
             average = 10
         head = Head(norm.num_features, True, scale, self.relu_after_norm, norm.eps, average, self.pooled, last.name)
-        head.start_from(norm.running_mean, norm.running_var)
+        if norm.running_mean is not None and norm.running_var is not None:
+            head.start_from(norm.running_mean, norm.running_var)
         return head
 
     def _traced(self) -> fx.Graph:
