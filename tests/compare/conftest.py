@@ -11,14 +11,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 import small
 
 from mimicnorm.compare import run
-from mimicnorm.training import sweep, train
+from mimicnorm.training import recipe, sweep, train
 
 
 class TrainsHere:
     """A training process that runs in this one, at once: what starts and ends real ones is tested with the sweep."""
 
-    def __init__(self, folder, recipe, jobs, data_dir, device, output):
-        train(recipe, folder, data_dir=data_dir, device=device, progress=False)
+    def __init__(self, command, environment, errors, quiet):
+        words = command[command.index("train") + 1 :]
+        given = dict(zip(words[1::2], words[2::2], strict=True))
+        options = {"data_dir": given.get("--data-dir"), "device": given["--device"]}
+        train(recipe(words[0]), given["--out"], **options, progress=False)
         self.returncode = 0
 
     def poll(self):
@@ -44,4 +47,4 @@ def trains_here(monkeypatch):
 
 @pytest.fixture
 def trains_nothing(monkeypatch):
-    monkeypatch.setattr(sweep, "_start", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr(sweep, "_start", lambda *_, **__: pytest.fail("a run was started"))

@@ -217,12 +217,11 @@ def test_a_signal_while_the_page_is_written_ends_the_training_processes(tmp_path
     class Endless:
         """A training process that ends when it is told to; the first one is done at once."""
 
-        def __init__(self, folder, recipe, *options):
+        def __init__(self, command, environment, errors, quiet):
             self.returncode = None
             processes.append(self)
             if len(processes) == 1:
-                (folder / "result.json").parent.mkdir()
-                (folder / "result.json").write_text(json.dumps({"status": "diverged", "step": 7}))
+                (errors.parent / "result.json").write_text(json.dumps({"status": "diverged", "step": 7}))
                 self.returncode = 0
 
         def poll(self):
