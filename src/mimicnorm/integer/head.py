@@ -24,6 +24,7 @@ _POWERS = [round(2**30 * 2 ** (-i / 2**_TABLE_BITS)) for i in range(2**_TABLE_BI
 _LOG2_E = round(math.log2(math.e) * 2**Q)
 _LOGITS, _MORE = 20, 4  # bits of a logit, and bits behind them for mean and deviation
 _MEAN, _VAR = -16, -24  # the exponents of running statistics
+_VAR_BITS = 50  # beyond them the running variance is counted in a larger unit
 _WIDE, _STATISTICS = 44, 57  # bits at which logits and running statistics saturate
 
 
@@ -71,6 +72,7 @@ class Head:
         self.normalised, self.scale, self.relu, self.eps, self.average = normalised, scale, relu, eps, average
         self.mean = torch.zeros(classes, dtype=torch.int64)
         self.var = torch.full((classes,), 1 << -_VAR, dtype=torch.int64)
+        self.var_unit = _VAR
         self.scale_grad: Block | None = None
 
     def loss(self, logits: Block, labels: Tensor) -> Outcome:
@@ -113,8 +115,8 @@ class Head:
         z = self._by_position(logits.data.long())
         if self.normalised:  # units depend on the running statistics, never on the batch
             more = min(-_VAR, 60 - peak(self.var).bit_length()) // 2 * 2  # even: the root halves it
-            deviation = _root((self.var << more) + self._eps_in(_VAR - more))
-            unit = (_VAR - more) // 2
+            deviation = _root((self.var << more) + self._eps_in(self.var_unit - more))
+            unit = (self.var_unit - more) // 2
             centred = _moved(z, logits.exponent, unit, _WIDE) - _moved(self.mean, _MEAN, unit, _WIDE)
             x = divided(centred << Q, deviation).clamp_(-(2**38), 2**38)
         else:
@@ -149,31 +151,35 @@ class Head:
 
     def _average(self, mean: Tensor, square: Tensor, unit: int, count: int) -> None:
         """Move the running statistics; the variance is the unbiased one, as in BatchNorm."""
-        biased = _moved(square, 2 * unit, _VAR, _STATISTICS)
+        self._make_room(fitting(peak(square), 2 * unit, _VAR_BITS))
+        biased = _moved(square, 2 * unit, self.var_unit, _STATISTICS)
         unbiased = biased + divided(biased, max(count - 1, 1))
         self.mean = self.mean + divided(_moved(mean, unit, _MEAN, _STATISTICS) - self.mean, self.average)
         self.var = self.var + divided(unbiased - self.var, self.average)
 
     def state(self) -> dict[str, Tensor]:
         """Return the running statistics."""
-        return {"mean": self.mean.clone(), "var": self.var.clone()}
+        return {"mean": self.mean.clone(), "var": self.var.clone(), "var_unit": torch.tensor([self.var_unit])}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Put back what `state` returned."""
-        self.mean, self.var = state["mean"].clone(), state["var"].clone()
+        self.mean, self.var, self.var_unit = state["mean"].clone(), state["var"].clone(), int(state["var_unit"])
 
-    def has_diverged(self) -> bool:
-        """Whether the running variance is close to where it saturates: deviations beyond 2^14."""
-        return peak(self.var) >= 2 ** (_STATISTICS - 5)
+    def _make_room(self, unit: int) -> None:
+        """Count the running variance in at least ``2^unit``, an even power: evaluation takes its root."""
+        if unit > self.var_unit:
+            by = unit - self.var_unit + (unit - self.var_unit) % 2
+            self.var, self.var_unit = shifted(self.var, by), self.var_unit + by
 
     def start_from(self, mean: Tensor, var: Tensor) -> None:
         """Take over running statistics from a model outside."""
         self.mean = (mean.double() * 2.0**-_MEAN).round().long()
-        self.var = (var.double() * 2.0**-_VAR).round().clamp(max=2.0**_STATISTICS).long()
+        self._make_room(math.frexp(float(var.max()))[1] - _VAR_BITS)
+        self.var = (var.double() * 2.0**-self.var_unit).round().long()
 
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Return running mean and variance in floating point, for a model outside."""
-        return self.mean.float() * 2.0**_MEAN, self.var.float() * 2.0**_VAR
+        return self.mean.float() * 2.0**_MEAN, self.var.float() * 2.0**self.var_unit
 
 
 def _counted(logits: Block) -> tuple[Tensor, int]:
