@@ -253,13 +253,15 @@ def bytes_(_: argparse.Namespace) -> None:
         step()
         saved = saved_by(model, images, labels)
         parameters = sum(p.numel() for p in model.parameters())
-        fp32 = {"saved": storages(saved), "state": 8 * parameters, "moved": traffic(step)}
+        fp32 = {"saved": storages(saved), "state": 12 * parameters, "moved": traffic(step)}  # with the gradient
         trainer = Trainer(network(width), lr=0.0, weight_decay=5e-4)
         codes = trainer.encode(images)
         trainer.step(codes, labels)
         _, held = trainer.network.forward(Pass(0, trainer._key), Block(codes, 0))
         leaves = [t for t in pytree.tree_leaves(held) if isinstance(t, Tensor)]
         state = sum(t.numel() * t.element_size() for name, t in trainer.state_dict().items() if "head." not in name)
+        for p in trainer.network.products:
+            state += sum(t.numel() * t.element_size() for t in (p.codes, p.grad, p.bias_grad))
         moved = traffic(functools.partial(trainer.step, codes, labels))
         integers = {"saved": storages(leaves), "state": state, "moved": moved}
         rows.add({"width": width, "parameters": parameters, "fp32": fp32, "integers": integers})

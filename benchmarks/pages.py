@@ -489,7 +489,8 @@ def integer_step() -> str:
         speed, ratio = r["images_per_second"], r["over_fp32"]["integers"]["ratio"]
         share = f"{100 * r['share_of_products']:.0f} %"
         rates = [f"{speed[way]:.0f}" for way in ("fp32", "integers")]
-        lines.append([r["width"], r["batch"], *rates, f"{1 / ratio['value']:.2f}", share])
+        gain = f"{1 / ratio['value']:.2f} ({1 / ratio['high']:.2f} to {1 / ratio['low']:.2f})"
+        lines.append([r["width"], r["batch"], *rates, gain, share])
     return table("width | batch | fp32, images/s | integers | integers / fp32 | products' share of the step", lines)
 
 
@@ -499,7 +500,7 @@ def integer_bytes() -> str:
         return _integer_missing("bytes")
     names = {
         "saved": "saved for backward, MiB",
-        "state": "weights and momentum, MiB",
+        "state": "weights, momentum and gradients, MiB",
         "moved": "read and written by operations, MiB",
     }
     lines = []

@@ -9,6 +9,7 @@ import torch
 
 from mimicnorm.compare import largest_lr as module
 from mimicnorm.compare.largest_lr import largest_lr
+from mimicnorm.errors import RecipeError
 from mimicnorm.training import network
 from mimicnorm.training.loop import load
 from mimicnorm.training.processes import Processes
@@ -65,3 +66,9 @@ def test_the_search_builds_the_network_once(monkeypatch):
     source, _ = load(JOB.recipe)
     assert largest_lr(dataclasses.replace(BATCHNORM, lr=1e20), source, CPU, steps=2)["steps"] == 2
     assert len(built) == 1
+
+
+def test_no_rate_is_searched_in_floating_point_for_integers():
+    source, _ = load(JOB.recipe)
+    with pytest.raises(RecipeError, match="int8"):
+        largest_lr(dataclasses.replace(BATCHNORM, precision="int8"), source, CPU, steps=2)

@@ -10,7 +10,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 from mimicnorm import memory, report
 from mimicnorm.compare import measure
 from mimicnorm.compare.measure import applied, memory_by_method, memory_of, times
-from mimicnorm.errors import MemoryPredictionError
+from mimicnorm.errors import MemoryPredictionError, RecipeError
 from mimicnorm.training import build, network
 from mimicnorm.training.loop import load
 from mimicnorm.training.processes import Processes
@@ -117,3 +117,8 @@ def test_each_network_is_converted_once(monkeypatch):
     trainers, plans = applied(job, source, CPU)
     assert memory_by_method(trainers, source).keys() == times(trainers, source, 5).keys() == plans.keys()
     assert len(conversions) == 2
+
+
+def test_integers_are_not_measured_as_floating_point():
+    with pytest.raises(RecipeError, match="no other measurement"):
+        predicted(precision="int8")

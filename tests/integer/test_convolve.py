@@ -6,6 +6,10 @@ from mimicnorm.integer import convolve
 from mimicnorm.integer.convolve import Geometry
 
 
+def in_twos(samples, *_):
+    return [slice(first, min(first + 2, samples)) for first in range(0, samples, 2)]
+
+
 @pytest.mark.parametrize(
     "geometry",
     [
@@ -19,7 +23,7 @@ from mimicnorm.integer.convolve import Geometry
 )
 @pytest.mark.parametrize("size", [(8, 8), (9, 7)])
 def test_all_three_products_are_those_of_conv2d(monkeypatch, geometry, size):
-    monkeypatch.setattr("mimicnorm.integer.formats.CHUNK", 2000)  # several chunks
+    monkeypatch.setattr(convolve, "_parts", in_twos)
     g = torch.Generator().manual_seed(0)
     x = torch.randint(-127, 128, (5, *size, 3), dtype=torch.int8, generator=g)
     w = torch.randint(-127, 128, (4, *geometry.kernel, 3), dtype=torch.int8, generator=g)
@@ -34,3 +38,12 @@ def test_all_three_products_are_those_of_conv2d(monkeypatch, geometry, size):
     assert torch.equal(grad.permute(0, 3, 1, 2).double(), weight.grad)
     back = convolve.input_gradient(error, w.flatten(1), geometry, size)
     assert torch.equal(back.permute(0, 3, 1, 2).double(), images.grad)
+
+
+def test_a_large_batch_is_worked_on_in_several_parts():
+    assert len(list(convolve._parts(64, 32 * 32, 64, 576))) > 1
+
+
+def test_the_gradient_of_more_pixels_than_a_sum_of_32_bits_holds():
+    codes = torch.full((1, 512, 512, 2), 127, dtype=torch.int8)
+    assert (convolve.weight_gradient(codes, codes, Geometry()) == 127 * 127 * 512 * 512).all()

@@ -35,3 +35,10 @@ def test_more_bits_than_the_hash_has_are_dropped_first():
     data = torch.full((2**16,), 3 << 38, dtype=torch.int64)
     assert stochastic_shift(data, 40, key("x")).double().mean().item() == pytest.approx(0.75, abs=0.01)
     assert stochastic_shift(torch.tensor([3]), -2, key("x")).tolist() == [12]
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_what_is_shifted_beyond_the_width_saturates(dtype):
+    data = torch.tensor([2**29, -(2**29), 0], dtype=dtype)
+    most = 2 ** (torch.iinfo(dtype).bits - 2)
+    assert stochastic_shift(data, -50, key("x")).tolist() == [most, -most, 0]

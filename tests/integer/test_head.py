@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from mimicnorm.errors import IntegerError
 from mimicnorm.integer.formats import Block
 from mimicnorm.integer.head import Head, Q, _exp, _root
 from mimicnorm.integer.parameters import Parameter
@@ -79,3 +80,57 @@ def test_roots_and_exponentials():
     x = torch.linspace(-12, 0, 200, dtype=torch.float64)
     error = _exp((x * 2**Q).round().long()).double() / 2**30 / x.exp() - 1
     assert error.abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("normalised", [True, False])
+def test_evaluation_of_a_sample_does_not_depend_on_the_others(normalised):
+    head = Head(3, normalised, None, False)
+    data = torch.tensor([[1001, 5007, -3001], [2**24, 0, 0]], dtype=torch.int32)
+    assert torch.equal(head.logits(Block(data, -10))[:1], head.logits(Block(data[:1], -10)))
+
+
+@pytest.mark.parametrize("exponent", [-45, -28, 0, 12, 20])
+def test_evaluation_is_right_for_every_unit(exponent):
+    block, z = logits(4, 5, exponent=exponent)
+    head, norm = Head(5, True, None, False), LastNorm(5).double().eval()
+    norm.running_mean.copy_(z.mean(0))
+    norm.running_var.copy_(z.var(0))
+    head.start_from(norm.running_mean, norm.running_var)
+    got = head.logits(block) * 2.0**-Q
+    assert torch.allclose(got.double(), norm(z), atol=0.01)
+
+
+def test_the_variance_of_many_large_logits_does_not_wrap():
+    data = torch.full((2**16, 1, 2), 2**20 - 1, dtype=torch.int32)
+    data[::2] *= -1
+    head = Head(2, True, None, False)
+    outcome = head.loss(Block(data, -20), torch.zeros(2**16, dtype=torch.int64))
+    assert outcome.loss == pytest.approx(0.6931, abs=1e-3)
+    assert head.statistics()[1].tolist() == pytest.approx([1.0, 1.0], rel=1e-3)
+
+
+def test_units_far_from_one_do_not_wrap():
+    labels = torch.arange(16) % 7
+    usual = Head(7, True, None, False).loss(logits(16, 7, exponent=0)[0], labels)
+    for exponent in (-60, 15, 30, 60):
+        block, z = logits(16, 7, exponent=exponent)
+        head = Head(7, True, None, False)
+        outcome = head.loss(block, labels)
+        right = usual.loss if exponent > 0 else 1.9459  # below, all is less than eps
+        assert outcome.loss == pytest.approx(right, abs=1e-3)
+        if exponent > 0:
+            right = torch.stack([torch.ones(7), z.var(0).float()]).T @ torch.tensor([0.9, 0.1])
+            assert torch.allclose(head.statistics()[1], right, rtol=1e-3)
+        plain = Head(7, False, None, False).loss(block, labels)
+        assert plain.loss >= 0
+        if exponent == 15:
+            assert plain.correct == (z.argmax(1) == labels).sum()
+
+
+def test_positions_without_a_mean_and_labels_out_of_range_are_refused():
+    block, _ = logits(4, 2, 2, 5)
+    head = Head(5, True, None, False, pooled=False, name="fc")
+    with pytest.raises(IntegerError, match="fc: logits at 4 positions"):
+        head.loss(block, torch.zeros(4, dtype=torch.int64))
+    with pytest.raises(IntegerError, match="labels 0 to 5: there are 5 classes"):
+        Head(5, True, None, False).loss(block, torch.tensor([0, 1, 2, 5]))

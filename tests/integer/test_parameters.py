@@ -2,6 +2,7 @@ import pytest
 import torch
 from torch import nn
 
+from mimicnorm.integer import formats
 from mimicnorm.integer.formats import Block, rate
 from mimicnorm.integer.parameters import Parameter, Rates
 
@@ -77,3 +78,31 @@ def test_nothing_moves_without_gradient_and_decay():
     before = p.master.clone()
     p.update(Block(torch.zeros(1, dtype=torch.int64), 0), rates())
     assert torch.equal(p.master, before)
+
+
+def test_chunks_give_the_same_bits(monkeypatch):
+    results = []
+    for size in (2**18, 100):
+        monkeypatch.setattr("mimicnorm.integer.formats.CHUNK", size)
+        assert (len(list(formats.chunks(20, 75))) > 1) == (size == 100)
+        torch.manual_seed(0)
+        p = Parameter("w", torch.randn(20, 75), bits=16, centred=True)
+        for step in range(3):
+            p.update(Block(torch.randint(-(2**20), 2**20, (20, 75)), -20), rates(decay=5e-4, key=step))
+        results.append(p.state())
+    assert all(torch.equal(results[0][name], results[1][name]) for name in results[0])
+
+
+def test_weights_that_start_at_zero_take_small_steps_exactly():
+    p = Parameter("w", torch.zeros(2, 3), bits=16)
+    grad = torch.tensor([[1.0, -2.0, 3.0], [0.5, 0.0, -4.0]]) * 1e-7
+    p.update(Block((grad.double() * 2.0**50).round().long(), -50), rates(lr=0.1, momentum=0))
+    assert torch.allclose(p.value(), -0.1 * grad, rtol=0.01, atol=1e-11)
+
+
+def test_a_giant_step_saturates():
+    p = Parameter("w", torch.tensor([[0.5, -0.5]]), bits=16)
+    p.update(Block(torch.tensor([[-(2**40), 2**40]]), 40), rates(lr=1.0, momentum=0))
+    first, second = p.value()[0].tolist()
+    assert first > 2**10
+    assert second < -(2**10)

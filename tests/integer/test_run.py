@@ -71,6 +71,24 @@ def test_the_folder_of_an_integer_run_is_not_that_of_another(whole):
         train(small(precision="fp32"), whole, sources=tiny.SOURCES, progress=False)
 
 
+def test_a_folder_is_refused_with_other_options_of_the_trainer(tmp_path, whole):
+    for options in ({"rounding": "nearest"}, {"master_bits": 8}):
+        with pytest.raises(RecipeError, match=next(iter(options))):
+            run.train(small(), whole, sources=tiny.SOURCES, progress=False, **options)
+    result = run.train(small(epochs=1), tmp_path, sources=tiny.SOURCES, progress=False, master_bits=8)
+    assert result.status == "done"
+    with pytest.raises(RecipeError, match="master_bits was 8 and is None"):
+        run.train(small(epochs=1), tmp_path, sources=tiny.SOURCES, progress=False)
+    assert run.train(small(), whole, sources=tiny.SOURCES, progress=False, master_bits=16).status == "done"
+
+
+def test_a_run_that_diverges_says_so(tmp_path, capsys):
+    result = run.train(small(lr=1e6), tmp_path, sources=tiny.SOURCES)
+    assert result.status == "diverged"
+    assert not (tmp_path / "weights.safetensors").exists()
+    assert "momentum 0.9 is 7/8 in integers" in capsys.readouterr().out
+
+
 def test_the_command_line_trains_in_integers(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(tiny.loop, "load", lambda *_: tiny.SOURCES)
     words = ["train", "digits-resnet10", "--integer", "--model", "tiny:dry", "--batch", "8", "--epochs", "1"]

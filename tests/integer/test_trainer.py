@@ -2,19 +2,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small import NETWORKS, batch, dry, fires, network
-from torch import Tensor
+from converted_networks import NETWORKS, batch, dry, fires, network
+from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import mimicnorm as mn
-from mimicnorm.errors import IntegerError
+from mimicnorm import models
+from mimicnorm.errors import IntegerError, NonFiniteError
 from mimicnorm.integer import Trainer
 
 
 def trained(name: str, steps: int = 2, micro_batch: int | None = None, **options) -> Trainer:
-    trainer = Trainer(network(name), lr=0.1, weight_decay=5e-4, **options)
+    trainer = Trainer(network(name), **{"lr": 0.1, "weight_decay": 5e-4, **options})
     for step in range(steps):
         trainer.step(*batch(seed=step), micro_batch=micro_batch)
     return trainer
@@ -83,9 +84,115 @@ def test_a_state_continues_bit_for_bit(name):
     assert all(not value.is_floating_point() for value in second.state_dict().values())
 
 
-def test_a_state_of_another_network_is_refused():
+def test_a_state_of_another_network_or_of_other_settings_is_refused():
     with pytest.raises(IntegerError, match="another network"):
         Trainer(network("mlp10"), lr=0.1).load_state_dict(trained("resnet10", 1).state_dict())
+    state = trained("mlp10", 1).state_dict()
+    model = models.build("mlp10", input="cifar", width=0.25, image=8, num_classes=10)
+    mn.convert_(model, mn.MimicNorm(min_fan_in=12), example=(2, 3, 8, 8))
+    with pytest.raises(IntegerError, match=r"another network: .* is \(\("):
+        Trainer(model, lr=0.1).load_state_dict(state)
+    for changed, name in (
+        ({"seed": 1}, "seed was 0 and is 1"),
+        ({"master_bits": 8}, "master_bits"),
+        ({"momentum": 0.5}, "momentum was 7 and is 4"),
+        ({"rounding": "nearest"}, "stochastic rounding"),
+    ):
+        trainer = Trainer(network("mlp10"), lr=0.1, **changed)
+        with pytest.raises(IntegerError, match=f"other settings: {name}"):
+            trainer.load_state_dict(state)
+        assert trainer.steps == 0
+
+
+def test_a_state_does_not_change_with_the_trainer():
+    trainer = trained("resnet10", 1)
+    state = trainer.state_dict()
+    copies = {name: value.clone() for name, value in state.items()}
+    trainer.step(*batch(seed=2))
+    assert all(torch.equal(copies[name], value) for name, value in state.items())
+
+
+class Zeros(nn.Module):
+    """A residual sum below a classifier of zeros: no error reaches it in the first step."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem, self.conv = nn.Conv2d(3, 16, 3, padding=1), nn.Conv2d(16, 16, 3, padding=1)
+        self.pool, self.fc = nn.AdaptiveAvgPool2d(1), nn.Linear(16, 10)
+        nn.init.zeros_(self.fc.weight)
+
+    def forward(self, x):
+        x = torch.relu(self.stem(x))
+        return self.fc(self.pool(torch.relu(self.conv(x) + x)).flatten(1))
+
+
+def test_layers_below_a_classifier_of_zeros_learn():
+    def run(micro_batch=None):
+        trainer = Trainer(Zeros(), lr=1e-3)
+        start = trainer.network.parameters[0].velocity.clone()
+        moved = []
+        for step in range(3):
+            trainer.step(*batch(40, seed=step), micro_batch=micro_batch)
+            moved.append(not torch.equal(start, trainer.network.parameters[0].velocity))
+        return trainer, moved
+
+    whole, moved = run()
+    assert moved == [False, True, True]
+    assert same(whole, run(micro_batch=7)[0])
+
+
+def test_logits_of_a_sample_do_not_depend_on_the_batch():
+    for name in ("resnet10", "squeezenet", "mlp10"):
+        trainer = trained(name, 2)
+        images, _ = batch(12, seed=5)
+        images[7] *= 8
+        assert torch.equal(trainer.logits(images)[:1], trainer.logits(images[:1]))
+
+
+def test_logits_and_codes_need_exponents_from_training_images():
+    trainer = Trainer(network("mlp10"), lr=0.1)
+    images, labels = batch()
+    with pytest.raises(IntegerError, match="before the first step"):
+        trainer.logits(images)
+    assert trainer.input_exponent is None
+    with pytest.raises(IntegerError, match="codes without an exponent"):
+        trainer.step(torch.zeros(20, 8, 8, 3, dtype=torch.int8), labels)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_images_that_are_not_finite_are_refused(value):
+    images, labels = batch()
+    images[3, 0, 2, 2] = value
+    trainer = Trainer(network("mlp10"), lr=0.1)
+    with pytest.raises(IntegerError, match="not finite"):
+        trainer.step(images, labels)
+    assert trainer.input_exponent is None
+
+
+def test_labels_that_do_not_fit_are_refused():
+    images, labels = batch()
+    trainer = Trainer(network("mlp10"), lr=0.1)
+    for wrong in (labels[:-1], labels.float(), labels[:, None]):
+        with pytest.raises(IntegerError, match="use one int64 for each of 20"):
+            trainer.step(images, wrong)
+
+
+def test_divergence_is_an_error():
+    with pytest.raises(NonFiniteError, match="diverged"):
+        trained("resnet10", 20, lr=1e4)
+
+
+def test_saturation_is_counted_by_layer():
+    trainer = trained("resnet10", 3)
+    usual = trainer.saturation()
+    assert {"input", "relu"} <= usual.keys()
+    assert all(0 <= fraction < 0.2 for pair in usual.values() for fraction in pair)
+    images, labels = batch(seed=9)
+    trainer.step(images * 16, labels)
+    assert trainer.saturation()["input"][0] > 0.5
+    whole = trained("resnet10", 3, micro_batch=7).saturation()
+    assert whole == usual
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -172,6 +279,7 @@ def test_networks_without_last_norm_or_norm_at_all_train():
     [
         ({"lr": -1.0}, "lr"),
         ({"lr": 0.1, "momentum": 1.0}, "momentum=1.0: use a number"),
+        ({"lr": 0.1, "momentum": 0.95}, "0.875 is the largest"),
         ({"lr": 0.1, "rounding": "up"}, "stochastic"),
         ({"lr": 0.1, "master_bits": 17}, "use 8 to 16"),
     ],

@@ -69,7 +69,9 @@ def weight_gradient(x: Tensor, error: Tensor, geometry: Geometry) -> Tensor:
     total = torch.zeros(outputs, fan_in, dtype=torch.int64)
     for part in _parts(len(x), pixels, outputs, fan_in):
         rows = columns(padded(x[part], geometry), geometry.kernel, geometry.stride)
-        total += matmul(error[part].reshape(-1, outputs).t(), rows)
+        pairs = zip(error[part].reshape(-1, outputs).split(ROWS), rows.split(ROWS), strict=True)
+        for some, their_rows in pairs:  # one image may have more pixels than an int32 can sum
+            total += matmul(some.t(), their_rows)
     return total
 
 

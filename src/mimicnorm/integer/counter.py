@@ -8,7 +8,7 @@ import hashlib
 import torch
 from torch import Tensor
 
-from mimicnorm.integer.formats import CHUNK
+from mimicnorm.integer.formats import CHUNK, raised
 
 _STEP, _FACTORS, _SHIFTS = 0x9E3779B1, (0x85EBCA6B, 0xC2B2AE35), (16, 13, 16)  # the finaliser of murmur3
 
@@ -50,7 +50,9 @@ def _signed(value: int) -> int:
 
 
 def stochastic_shift(data: Tensor, by: int, key: int | None, first: int = 0) -> Tensor:
-    """Return ``data / 2^by``, rounded up or down at random so that the mean is exact; ``by`` may be negative.
+    """Return ``data / 2^by``, rounded up or down at random so that the mean is exact.
+
+    ``by`` may be negative; what does not fit saturates then.
 
     Args:
         data: int32 or int64; an int32 may hold up to 30 bits.
@@ -59,7 +61,7 @@ def stochastic_shift(data: Tensor, by: int, key: int | None, first: int = 0) -> 
         first: The index of the first element.
     """
     if by <= 0:
-        return data << min(-by, 30)  # a copy, like all that is returned
+        return raised(data, -by, torch.iinfo(data.dtype).bits - 2)  # a copy, like all that is returned
     if by > 24:  # more random bits than 24 say nothing
         data, by = data >> min(by - 24, 62 if data.dtype == torch.int64 else 30), 24
     if key is None:

@@ -46,8 +46,19 @@ def fitting(largest: int, exponent: int, bits: int = 7) -> int:
     return exponent + largest.bit_length() - bits
 
 
+def raised(data: Tensor, by: int, bits: int) -> Tensor:
+    """Return ``data * 2^by``; what would take more than ``bits`` bits saturates at ``2^bits``.
+
+    Example:
+        >>> raised(torch.tensor([3, 1000, -1000]), 4, 10).tolist()
+        [48, 1024, -1024]
+    """
+    most = 2**bits >> by if by <= bits else 0
+    return data.clamp(-most, most) << by if most else data.sign() << bits
+
+
 def shifted(data: Tensor, by: int) -> Tensor:
-    """Return ``data / 2^by``, to the nearest integer (ties up); ``by`` may be negative.
+    """Return ``data / 2^by``, to the nearest integer (ties up); ``by`` may be negative, and saturates then.
 
     Example:
         >>> shifted(torch.tensor([5, 6, -6, 7]), 2).tolist(), shifted(torch.tensor([5]), -2).tolist()
@@ -58,7 +69,7 @@ def shifted(data: Tensor, by: int) -> Tensor:
         return torch.zeros_like(data)
     if by > 0:
         return (data + (1 << by - 1)) >> by
-    return data << -by if by else data
+    return raised(data, -by, most) if by else data
 
 
 def aligned(terms: list[Block], exponent: int) -> Tensor:
@@ -71,12 +82,11 @@ def aligned(terms: list[Block], exponent: int) -> Tensor:
     total: Tensor | None = None
     room = 29 - (len(terms) - 1).bit_length()  # sums of that many terms stay below 2^30
     for data, own in terms:
-        wide = data.to(torch.int32)
-        left = own - exponent
+        wide, left = data.to(torch.int32), own - exponent
         if left > 0:
-            most = 2**room >> left
-            wide = wide.clamp(-most, most) << left if left <= room else wide.sign() << room
-        elif left:
+            wide = raised(wide, left, room)
+        else:
+            wide = wide.clamp(-(2**room), 2**room) if data.dtype == torch.int32 else wide
             wide = shifted(wide, -left)
         total = wide if total is None else total + wide
     assert total is not None
@@ -89,7 +99,7 @@ def divided(data: Tensor, by: int | Tensor) -> Tensor:
 
 
 def rate(value: float) -> tuple[int, int]:
-    """Return (m, k) with ``m * 2^-k`` within 0.2 % of a number of at least 0, and m of 9 bits at most.
+    """Return (m, k) with ``m * 2^-k`` within 0.4 % of a number of at least 0, and m of 9 bits at most.
 
     Example:
         >>> rate(0.1)  # 205 / 2048

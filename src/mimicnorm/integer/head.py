@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from mimicnorm.integer.formats import Block, divided, fitting, peak, shifted
+from mimicnorm.errors import IntegerError
+from mimicnorm.integer.formats import Block, divided, fitting, peak, raised, shifted
 from mimicnorm.integer.parameters import Parameter
 
 Q = 16
@@ -23,6 +24,8 @@ _POWERS = [round(2**30 * 2 ** (-i / 2**_TABLE_BITS)) for i in range(2**_TABLE_BI
 _LOG2_E = round(math.log2(math.e) * 2**Q)
 _LOGITS, _MORE = 20, 4  # bits of a logit, and bits behind them for mean and deviation
 _MEAN, _VAR = -16, -24  # the exponents of running statistics
+_VAR_BITS = 50  # beyond them the running variance is counted in a larger unit
+_WIDE, _STATISTICS = 44, 57  # bits at which logits and running statistics saturate
 
 
 @dataclass
@@ -50,30 +53,46 @@ class Head:
         relu: Whether a ReLU stands behind it (some SqueezeNets).
         eps: Added to the variance.
         average: The running statistics move by 1 / this.
+        pooled: Whether the mean over positions is taken; else there must be one position.
+        name: Of the layer that makes the logits.
     """
 
     def __init__(
-        self, classes: int, normalised: bool, scale: Parameter | None, relu: bool, eps: float = 1e-5, average: int = 10
+        self,
+        classes: int,
+        normalised: bool,
+        scale: Parameter | None,
+        relu: bool,
+        eps: float = 1e-5,
+        average: int = 10,
+        pooled: bool = True,
+        name: str = "",
     ):
+        self.pooled, self.name = pooled, name
         self.normalised, self.scale, self.relu, self.eps, self.average = normalised, scale, relu, eps, average
         self.mean = torch.zeros(classes, dtype=torch.int64)
         self.var = torch.full((classes,), 1 << -_VAR, dtype=torch.int64)
+        self.var_unit = _VAR
         self.scale_grad: Block | None = None
 
     def loss(self, logits: Block, labels: Tensor) -> Outcome:
         """Normalise, compare with the labels, and go all the way back to the logits."""
         z, unit = _counted(logits)
+        z = self._by_position(z)
+        if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < z.shape[-1]:
+            raise IntegerError(f"labels {int(labels.min())} to {int(labels.max())}: there are {z.shape[-1]} classes")
         (samples, positions, _), count = z.shape, z.shape[0] * z.shape[1]
         if self.normalised:
             total = z.sum((0, 1))
             centred = (z << _MORE) - divided(total << _MORE, count)
             unit -= _MORE
-            square = divided(centred.square().sum((0, 1)), count)
+            drop = max(0, count.bit_length() - 12)  # a square has 50 bits, and their sum is to fit 63
+            square = divided(shifted(centred.square(), drop).sum((0, 1)), count) << drop
             deviation = _root(square + self._eps_in(2 * unit))
             x = divided(centred << Q, deviation)
             self._average(divided(total << _MORE, count), square, unit, count)
         else:
-            x, deviation = _moved(z, unit, -Q), None
+            x, deviation = _moved(z, unit, -Q, _WIDE), None
         scale, slope = self._factor()
         y, open_ = self._through(x, scale, positions)
         probabilities, loss = _softmax(y, labels)
@@ -93,14 +112,23 @@ class Head:
 
     def logits(self, logits: Block) -> Tensor:
         """Return (samples, classes) in Q16, normalised by the running statistics."""
-        z, unit = _counted(logits)
-        if self.normalised:
-            unit -= _MORE
-            deviation = _root(_moved(self.var, _VAR, 2 * unit) + self._eps_in(2 * unit))
-            x = divided(((z << _MORE) - _moved(self.mean, _MEAN, unit)) << Q, deviation)
+        z = self._by_position(logits.data.long())
+        if self.normalised:  # units depend on the running statistics, never on the batch
+            more = min(-_VAR, 60 - peak(self.var).bit_length()) // 2 * 2  # even: the root halves it
+            deviation = _root((self.var << more) + self._eps_in(self.var_unit - more))
+            unit = (self.var_unit - more) // 2
+            centred = _moved(z, logits.exponent, unit, _WIDE) - _moved(self.mean, _MEAN, unit, _WIDE)
+            x = divided(centred << Q, deviation).clamp_(-(2**38), 2**38)
         else:
-            x = _moved(z, unit, -Q)
+            x = _moved(z, logits.exponent, -Q, _WIDE)
         return self._through(x, self._factor()[0], z.shape[1])[0]
+
+    def _by_position(self, data: Tensor) -> Tensor:
+        """Return (samples, positions, classes)."""
+        z = data.reshape(len(data), -1, data.shape[-1])
+        if z.shape[1] > 1 and not self.pooled:
+            raise IntegerError(f"{self.name}: logits at {z.shape[1]} positions: take their mean before the output")
+        return z
 
     def _through(self, x: Tensor, scale: int | None, positions: int) -> tuple[Tensor, Tensor | None]:
         """Return logits after the scalar, the ReLU and the mean over positions, and where the ReLU was open."""
@@ -119,37 +147,51 @@ class Head:
         return below, below
 
     def _eps_in(self, unit: int) -> int:
-        return max(1, int(math.ldexp(self.eps, -unit))) if unit < 0 else 1
+        return min(max(1, int(math.ldexp(self.eps, min(-unit, 80)))), 1 << 60) if unit < 0 else 1
 
     def _average(self, mean: Tensor, square: Tensor, unit: int, count: int) -> None:
         """Move the running statistics; the variance is the unbiased one, as in BatchNorm."""
-        unbiased = divided(_moved(square, 2 * unit, _VAR) * count, max(count - 1, 1))
-        self.mean += divided(_moved(mean, unit, _MEAN) - self.mean, self.average)
-        self.var += divided(unbiased - self.var, self.average)
+        self._make_room(fitting(peak(square), 2 * unit, _VAR_BITS))
+        biased = _moved(square, 2 * unit, self.var_unit, _STATISTICS)
+        unbiased = biased + divided(biased, max(count - 1, 1))
+        self.mean = self.mean + divided(_moved(mean, unit, _MEAN, _STATISTICS) - self.mean, self.average)
+        self.var = self.var + divided(unbiased - self.var, self.average)
 
     def state(self) -> dict[str, Tensor]:
         """Return the running statistics."""
-        return {"mean": self.mean, "var": self.var}
+        return {"mean": self.mean.clone(), "var": self.var.clone(), "var_unit": torch.tensor([self.var_unit])}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Put back what `state` returned."""
-        self.mean, self.var = state["mean"].clone(), state["var"].clone()
+        self.mean, self.var, self.var_unit = state["mean"].clone(), state["var"].clone(), int(state["var_unit"])
+
+    def _make_room(self, unit: int) -> None:
+        """Count the running variance in at least ``2^unit``, an even power: evaluation takes its root."""
+        if unit > self.var_unit:
+            by = unit - self.var_unit + (unit - self.var_unit) % 2
+            self.var, self.var_unit = shifted(self.var, by), self.var_unit + by
+
+    def start_from(self, mean: Tensor, var: Tensor) -> None:
+        """Take over running statistics from a model outside."""
+        self.mean = (mean.double() * 2.0**-_MEAN).round().long()
+        self._make_room(math.frexp(float(var.max()))[1] - _VAR_BITS)
+        self.var = (var.double() * 2.0**-self.var_unit).round().long()
 
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Return running mean and variance in floating point, for a model outside."""
-        return self.mean.float() * 2.0**_MEAN, self.var.float() * 2.0**_VAR
+        return self.mean.float() * 2.0**_MEAN, self.var.float() * 2.0**self.var_unit
 
 
 def _counted(logits: Block) -> tuple[Tensor, int]:
-    """Return logits of 20 bits as (samples, positions, classes), and their unit. The whole batch is here."""
+    """Return logits of 20 bits, and their unit. The whole batch is here."""
     data = logits.data.long()
     by = max(fitting(peak(data), 0, _LOGITS), 0)
-    return shifted(data, by).reshape(len(data), -1, data.shape[-1]), logits.exponent + by
+    return shifted(data, by), logits.exponent + by
 
 
-def _moved(data: Tensor, unit: int, to: int) -> Tensor:
-    """Return the same values counted in ``2^to``."""
-    return shifted(data, to - unit)
+def _moved(data: Tensor, unit: int, to: int, bits: int) -> Tensor:
+    """Return the same values counted in ``2^to``; what would take more than ``bits`` bits saturates."""
+    return raised(data, unit - to, bits) if unit >= to else shifted(data, to - unit).clamp_(-(2**bits), 2**bits)
 
 
 def _root(square: Tensor) -> Tensor:

@@ -15,10 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mimicnorm.errors import IntegerError
 from mimicnorm.integer import convolve
 from mimicnorm.integer.convolve import Geometry
 from mimicnorm.integer.counter import random_bits, stochastic_shift
-from mimicnorm.integer.formats import CODE, FRACTION, Block, aligned, chunks, fitting, peak, shifted
+from mimicnorm.integer.exponents import Watch
+from mimicnorm.integer.formats import CODE, Block, aligned, chunks, peak, shifted
 from mimicnorm.integer.matmul import column_sums
 from mimicnorm.integer.parameters import Parameter
 
@@ -59,34 +61,6 @@ class Operation:
         raise NotImplementedError
 
 
-class Watch:
-    """An exponent that follows the largest value of the step before.
-
-    The exponent of a step is known before its first sample, so samples do not depend on each other, and a batch gives
-    the same codes whole or in micro-batches.
-    """
-
-    def __init__(self) -> None:
-        self.exponent, self.peak, self.unit = 0, 0, 0
-
-    def see(self, largest: int, unit: int) -> None:
-        """Note a value of ``largest * 2^unit``; units are the same throughout a step."""
-        self.peak, self.unit = (max(self.peak, largest), unit) if unit == self.unit else (largest, unit)
-
-    def advance(self) -> None:
-        """Let the exponent follow what was seen."""
-        if self.peak:
-            self.exponent, self.peak = fitting(self.peak, self.unit), 0
-
-    def unit_for(self, terms: Value, calibrating: bool) -> int:
-        """Return what the sum of blocks is counted in: a single block's own unit, else a fraction of a code."""
-        if len(terms) == 1:
-            return terms[0].exponent
-        if calibrating:
-            return max(fitting(peak(t.data), t.exponent) for t in terms) - FRACTION
-        return self.exponent - FRACTION
-
-
 class Requantise(Operation):
     """ReLU (or nothing) and int8 codes forward; the ReLU's mask and int8 errors, rounded at random, backward."""
 
@@ -98,36 +72,45 @@ class Requantise(Operation):
         (terms,) = values
         unit = self.output.unit_for(terms, at.calibrating)
         shape = terms[0].data.shape
-        if at.calibrating:
+        if at.calibrating and self.output.exponent is None:
             whole = aligned(terms, unit)
-            self.output.see(peak(whole.clamp(min=0) if self.relu else whole), unit)
+            self.output.see(whole, terms, unit, self._largest(whole))
             self.output.advance()
-        by = self.output.exponent - unit
+        exponent = self.output.exponent_for(terms)
+        by = exponent - unit
         codes = torch.empty(shape, dtype=torch.int8)
         for part in chunks(shape[0], shape[1:].numel()):
-            wide = aligned([Block(data[part], exponent) for data, exponent in terms], unit)
+            some = [Block(data[part], own) for data, own in terms]
+            wide = aligned(some, unit)
             if at.training:
-                self.output.see(int(wide.max()) if self.relu else peak(wide), unit)
+                self.output.see(wide, some, unit, self._largest(wide))
+                self.output.count_saturated(wide, by, negative=not self.relu)
             codes[part] = _narrowed(wide, by).clamp(0 if self.relu else -CODE, CODE)  # not in place: it may be an input
-        return [Block(codes, self.output.exponent)], codes if self.relu else None
+        return [Block(codes, exponent)], codes if self.relu else None
+
+    def _largest(self, wide: Tensor) -> int:
+        return max(int(wide.max()), 0) if self.relu else peak(wide)
 
     def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
         shape = saved.shape if self.relu else torch.broadcast_shapes(*(e.data.shape for e in error))
         terms = [Block(e.data.expand(shape), e.exponent) for e in error]
         unit = self.error.unit_for(terms, at.calibrating)
-        if at.calibrating:
-            self.error.see(peak(_masked(aligned(terms, unit), saved)), unit)
+        if at.calibrating and self.error.exponent is None:
+            whole = aligned(terms, unit)
+            self.error.see(whole, terms, unit, peak(_masked(whole, saved)))
             self.error.advance()
+        exponent = self.error.exponent_for(terms)
+        by = exponent - unit
         key = at.key(self.place) if at.stochastic else None
         codes, per_sample = torch.empty(shape, dtype=torch.int8), shape[1:].numel()
         for part in chunks(shape[0], per_sample):
-            wide = aligned([Block(data[part], exponent) for data, exponent in terms], unit)
-            wide = _masked(wide, saved[part] if self.relu else None)
-            self.error.see(peak(wide), unit)
-            codes[part] = narrowed_at_random(
-                wide, self.error.exponent - unit, key, (at.first + part.start) * per_sample
-            )
-        return [[Block(codes, self.error.exponent)]]
+            some = [Block(data[part], own) for data, own in terms]
+            whole = aligned(some, unit)
+            wide = _masked(whole, saved[part] if self.relu else None)
+            self.error.see(whole, some, unit, peak(wide))
+            self.error.count_saturated(wide, by, negative=True)
+            codes[part] = narrowed_at_random(wide, by, key, (at.first + part.start) * per_sample)
+        return [[Block(codes, exponent)]]
 
 
 def _masked(wide: Tensor, codes: Tensor | None) -> Tensor:
@@ -165,7 +148,8 @@ class Product(Operation):
 
     def prepare(self) -> None:
         """Make the int8 copy for a step, the residual scalar included, and forget gradients."""
-        self.multiplier = None if self.scale is None else int(shifted(self.scale.master, 12))
+        limit = 2**15 - 1  # a scalar of 8
+        self.multiplier = None if self.scale is None else int(shifted(self.scale.master, 12).clamp(-limit, limit))
         codes, exponent = self.weight.codes(self.multiplier)
         self.codes, self.exponent = codes.flatten(1), exponent
         self.grad = torch.zeros(self.codes.shape, dtype=torch.int64)
@@ -173,6 +157,9 @@ class Product(Operation):
 
     def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
         ((x, unit),) = values[0]
+        if x.dim() != (4 if self.geometry else 2):
+            kind = "a convolution of vectors" if self.geometry else "a linear layer on images or sequences"
+            raise IntegerError(f"{self.name}: {kind} has no integer form: input {tuple(x.shape)}, channels last")
         out = convolve.forward(_as_images(x), self.codes, self.geometry or Geometry())
         unit += self.exponent
         if self.bias is not None:
@@ -184,7 +171,7 @@ class Product(Operation):
     def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
         ((codes, unit),), (x, own) = error, saved
         geometry = self.geometry or Geometry()
-        codes, images = _as_images(codes), _as_images(x)
+        codes, images = _as_images(codes.contiguous()), _as_images(x)
         self.grad += convolve.weight_gradient(images, codes, geometry)
         self.grad_exponent, self.error_exponent = unit + own, unit
         if self.bias is not None:
@@ -200,8 +187,9 @@ class Product(Operation):
         grad, exponent = self.grad, self.grad_exponent
         pairs = []
         if self.scale is not None and self.multiplier is not None:  # the weight applied is scale * weight
-            inner = (grad * self.weight.master.flatten(1)).sum().view(1)
-            pairs.append((self.scale, Block(inner, exponent + self.weight.exponent)))
+            drop = max(0, peak(grad).bit_length() + 15 + grad.numel().bit_length() - 62)  # the sum fits 64 bits
+            inner = (shifted(grad, drop) * self.weight.master.flatten(1)).sum().view(1)
+            pairs.append((self.scale, Block(inner, exponent + drop + self.weight.exponent)))
             grad, exponent = grad * self.multiplier, exponent - 12
         pairs.append((self.weight, Block(grad.view(self.weight.master.shape), exponent)))
         if self.bias is not None:
@@ -217,7 +205,11 @@ class Add(Operation):
     """A residual sum: blocks side by side, summed where they are requantised."""
 
     def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
-        return [block for value in values for block in value], len(values)
+        blocks = [block for value in values for block in value]
+        if len({b.data.shape for b in blocks}) > 1:
+            shapes = ", ".join(str(tuple(b.data.shape)) for b in blocks)
+            raise IntegerError(f"{self.name}: a sum of different shapes has no integer form: {shapes}, channels last")
+        return blocks, len(values)
 
     def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
         return [error] * saved
@@ -254,17 +246,24 @@ class Flatten(Operation):
 
 
 class MeanPool(Operation):
-    """The mean over all positions: their sum times a reciprocal of 15 bits."""
+    """The mean over all positions: their sum times a reciprocal counted in 2^-23, which 127 of fit 30 bits."""
+
+    MOST = 2**16  # positions; a reciprocal of 7 bits or more is within 0.4 %
 
     def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
         ((x, unit),) = values[0]
-        reciprocal = 2**15 // (x.shape[1] * x.shape[2]) or 1
+        positions = x.shape[1] * x.shape[2]
+        if positions > self.MOST:
+            raise IntegerError(
+                f"{self.name}: a mean over {positions} positions has no integer form, over 65,536 it has"
+            )
+        reciprocal = round(2**23 / positions)
         total = x.sum((1, 2), keepdim=True, dtype=torch.int32) * reciprocal
-        return [Block(total, unit - 15)], (x.shape, reciprocal)
+        return [Block(total, unit - 23)], (x.shape, reciprocal)
 
     def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
         shape, reciprocal = saved
-        return [[Block((e.to(torch.int32) * reciprocal).expand(shape), unit - 15) for e, unit in error]]
+        return [[Block((e.to(torch.int32) * reciprocal).expand(shape), unit - 23) for e, unit in error]]
 
 
 class MaxPool(Operation):
@@ -303,9 +302,12 @@ class MaxPool(Operation):
 
     def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
         (samples, h, w, channels), position = saved
+        (kh, kw), (sh, sw) = self.geometry.kernel, self.geometry.stride
         sizes, (ph, pw) = self._sizes(torch.Size((h, w))), self.geometry.padding
         blocks = []
+        overlap = -(-kh // sh) * -(-kw // sw)  # windows that share a position
         for data, unit in error:
+            data = data.clamp(-(2**29) // overlap, 2**29 // overlap) if data.dtype == torch.int32 else data
             out = torch.zeros(samples, ph + h + sizes[0][1], pw + w + sizes[1][1], channels, dtype=torch.int32)
             for number, window in enumerate(self._windows(out, sizes)):
                 window += data * (position == number).view(torch.int8)

@@ -88,10 +88,10 @@ class Parameter:
         return wide - mean.view(-1, *[1] * (wide.dim() - 1))
 
     def codes(self, multiplier: int | None = None) -> Block:
-        """Return the int8 copy, by shift; ``multiplier`` (Q12) is a residual scalar."""
+        """Return the int8 copy, by shift; ``multiplier`` (Q12, 15 bits) is a residual scalar."""
         wide, exponent = self.master.to(torch.int32), self.exponent
         if multiplier is not None:
-            wide, exponent = wide * max(min(multiplier, 2**15 - 1), -(2**15) + 1), exponent - 12
+            wide, exponent = wide * multiplier, exponent - 12
         by = fitting(peak(wide), 0)
         return Block(shifted(wide, by).clamp_(-CODE, CODE).to(torch.int8), exponent + by)
 
@@ -110,6 +110,8 @@ class Parameter:
         if not tops:
             return
         exponent, (m, k) = max(tops), rates.lr
+        if self.bits != 32 and m and not peak(self.master):  # all zero: the first step decides what it is counted in
+            self.exponent = exponent - k + m.bit_length() + _VELOCITY - 14
         by, drop = self.exponent + self._drop - (exponent - k), self._drop
         limit = 2**31 - 1 if self.bits == 32 else 2**29
         wide = torch.empty(self.master.shape, dtype=torch.int64 if self.bits == 32 else torch.int32)
@@ -134,7 +136,7 @@ class Parameter:
     def state(self) -> dict[str, Tensor]:
         """Return everything that the next update depends on."""
         exponents = torch.tensor([self.exponent, self.velocity_exponent], dtype=torch.int32)
-        return {"master": self.master, "velocity": self.velocity, "exponents": exponents}
+        return {"master": self.master.clone(), "velocity": self.velocity.clone(), "exponents": exponents}
 
     def load(self, state: dict[str, Tensor]) -> None:
         """Put back what `state` returned."""

@@ -17,9 +17,12 @@ from mimicnorm.integer.head import Q
 from mimicnorm.integer.trainer import Trainer
 from mimicnorm.training import loop, step
 from mimicnorm.training.processes import Processes
+from mimicnorm.training.progress import print_line
 from mimicnorm.training.recipes import Recipe
 from mimicnorm.training.state import Result
 from mimicnorm.training.step import learning_rate
+
+_USUAL = {"rounding": "stochastic", "master_bits": 16}
 
 
 class IntegerRun(step.Trainer):
@@ -73,10 +76,16 @@ def train(recipe: Recipe, out: str | Path, *, device: str = "auto", **options: A
         recipe: What to train.
         out: The run's folder.
         device: "auto" is the CPU, the only one.
-        options: Those of ``mimicnorm.training.train``; ``rounding`` and ``master_bits`` of `Trainer`.
+        options: Those of ``mimicnorm.training.train``; ``rounding`` and ``master_bits`` of `Trainer`, which are written
+            into the folder's recipe.json, so that a call with others is refused there.
     """
     if recipe.precision != "int8":
         raise IntegerError(f'precision={recipe.precision!r}: integers are trained with precision="int8"')
-    own = {name: options.pop(name) for name in ("rounding", "master_bits") if name in options}
-    make = functools.partial(IntegerRun, **own)
-    return loop.train(recipe, out, device="cpu" if device == "auto" else device, make_trainer=make, **options)
+    given = {name: options.pop(name, usual) for name, usual in _USUAL.items()}
+    changed = {name: value for name, value in given.items() if value != _USUAL[name]}
+    eighths = round(recipe.momentum * 8)
+    if options.get("progress", True) and eighths / 8 != recipe.momentum:
+        print_line(f"momentum {recipe.momentum:g} is {eighths}/8 in integers")
+    make = functools.partial(IntegerRun, **given)
+    device = "cpu" if device == "auto" else device
+    return loop.train(recipe, out, device=device, make_trainer=make, identity=changed, **options)

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from mimicnorm.arguments import finite, positive_int
-from mimicnorm.errors import IntegerError
-from mimicnorm.integer import network
+from mimicnorm.errors import IntegerError, NonFiniteError
+from mimicnorm.integer import build
 from mimicnorm.integer.counter import key, stochastic_shift
 from mimicnorm.integer.formats import CODE, Block, encoded, fitting, peak, rate
 from mimicnorm.integer.layers import Pass
@@ -17,7 +17,10 @@ from mimicnorm.integer.parameters import Rates
 from mimicnorm.layers import LastNorm
 
 CALIBRATION = 32
-"""Samples of the first batch from which the first exponents are taken."""
+"""Samples of a batch from which exponents are taken that are not known yet."""
+LARGEST = 40
+"""The exponent from which on values are taken as infinite: training has diverged."""
+_UNKNOWN = -(2**31)
 
 
 class Trainer:
@@ -30,7 +33,7 @@ class Trainer:
         model: A converted network: convolutions, linear layers, ReLUs, pooling, residual sums, concats, dropout of 0.5
             and a last BN. It is read, and changed by `write_back` only.
         lr: Learning rate; it may be set anew before each step.
-        momentum: Rounded to eighths: 0.9 becomes 7/8.
+        momentum: Rounded to eighths: 0.9 becomes 7/8. More than 15/16 is refused, since 7/8 is the largest.
         weight_decay: Added to the gradient.
         decay_scalars: Whether biases and residual scalars are decayed, too. A logit scale never is.
         scalar_rate: Multiplies the learning rate of scalars.
@@ -67,24 +70,37 @@ class Trainer:
             finite(value, name, least=0, error=IntegerError)
         if not 0 <= momentum < 1:
             raise IntegerError(f"{momentum=}: use a number of at least 0 and below 1")
+        if momentum > 15 / 16:
+            raise IntegerError(f"{momentum=}: integers have eighths, of which 0.875 is the largest: use that")
         if rounding not in ("stochastic", "nearest"):
             raise IntegerError(f'{rounding=}: use "stochastic" or "nearest"')
         if positive_int(master_bits, "master_bits", least=8, error=IntegerError) > 16:
             raise IntegerError(f"{master_bits=}: use 8 to 16")
         self.model, self.lr, self.weight_decay, self.seed = model, lr, weight_decay, seed
         self.momentum, self.stochastic = min(round(momentum * 8), 7), rounding == "stochastic"
-        self.network = network.build(
-            model, master_bits=master_bits, decay_scalars=decay_scalars, scalar_rate=scalar_rate
-        )
+        self.network = build.build(model, master_bits=master_bits, decay_scalars=decay_scalars, scalar_rate=scalar_rate)
+        self.master_bits, self._input_saturation = master_bits, 0.0
         self.steps = 0
         self.input_exponent: int | None = None
 
     def encode(self, images: Tensor) -> Tensor:
-        """Return int8 codes, channels last, of images (N, C, H, W) or vectors; the first batch decides the exponent."""
+        """Return int8 codes, channels last, of images (N, C, H, W) or vectors.
+
+        The first images decide the exponent, so they must be training images.
+        """
+        largest = float(images.abs().max()) if images.numel() else 0.0
+        if not math.isfinite(largest):
+            raise IntegerError("the images have values that are not finite")
         if self.input_exponent is None:
-            self.input_exponent = math.frexp(float(images.abs().max()) or 1.0)[1] - 7
+            self.input_exponent = math.frexp(largest or 1.0)[1] - 7
         codes = encoded(images, self.input_exponent)
         return codes.permute(0, 2, 3, 1).contiguous() if codes.dim() == 4 else codes
+
+    def _input(self, images: Tensor) -> Block:
+        codes = images if images.dtype == torch.int8 else self.encode(images)
+        if self.input_exponent is None:
+            raise IntegerError("codes without an exponent: make them by this trainer's encode")
+        return Block(codes, self.input_exponent)
 
     def step(self, images: Tensor, labels: Tensor, *, micro_batch: int | None = None) -> tuple[float, int]:
         """Take one step.
@@ -96,12 +112,22 @@ class Trainer:
 
         Returns:
             The mean loss, and the number of correct answers.
+
+        Raises:
+            IntegerError: A layer cannot take the batch; it is named, and no weight has changed.
+            NonFiniteError: An exponent is so large that training has diverged.
         """
-        codes = Block(images if images.dtype == torch.int8 else self.encode(images), self.input_exponent or 0)
+        if labels.dim() != 1 or labels.dtype != torch.int64 or len(images) != len(labels):
+            shape = tuple(labels.shape)
+            raise IntegerError(f"labels of shape {shape} and {labels.dtype}: use one int64 for each of {len(images)}")
         if len(labels) < 2:
             raise IntegerError(f"a batch of {len(labels)}: use two samples or more")
+        codes = self._input(images)
+        self._input_saturation = int((codes.data.abs() == CODE).sum()) / codes.data.numel()
         size = positive_int(micro_batch or len(labels), "micro_batch", error=IntegerError)
-        if not self.steps:
+        for watch in self.network.watches:
+            watch.forget()
+        if any(watch.exponent is None for watch in self.network.watches):
             self._calibrate(codes, labels)
         self._prepare()
         net, starts = self.network, range(0, len(labels), size)
@@ -119,14 +145,30 @@ class Trainer:
         for watch in net.watches:
             watch.advance()
         self.steps += 1
+        self._require_finite()
         return outcome.loss, outcome.correct
 
     def logits(self, images: Tensor) -> Tensor:
-        """Return logits in evaluation mode, as integers in units of 2^-16; after a step at least."""
-        codes = images if images.dtype == torch.int8 else self.encode(images)
+        """Return logits in evaluation mode, as integers in units of 2^-16; a sample's do not depend on the others."""
+        if not self.steps:
+            raise IntegerError("logits before the first step: exponents come from training batches")
+        codes = self._input(images)
         self._prepare()
         at = Pass(0, self._key, training=False)
-        return self.network.head.logits(self.network.forward(at, Block(codes, self.input_exponent or 0), save=False)[0])
+        return self.network.head.logits(self.network.forward(at, codes, save=False)[0])
+
+    def saturation(self) -> dict[str, tuple[float, float]]:
+        """Return, by layer, the fractions of activations and of errors that saturated in the last step.
+
+        Exponents follow the step before, so a layer whose values grow saturates a few. The input's exponent is fixed.
+        Of layers that share a name, the larger fraction is listed.
+        """
+        worst = {"input": (self._input_saturation, 0.0)}
+        for operation in self.network.requantised:
+            some = [w.saturated / max(w.count, 1) for w in (operation.output, operation.error)]
+            before = worst.get(operation.name, (0.0, 0.0))
+            worst[operation.name] = max(before[0], some[0]), max(before[1], some[1])
+        return worst
 
     def evaluate(self, images: Tensor, labels: Tensor, batch: int = 256) -> float:
         """Return the fraction of samples whose largest logit is the right one."""
@@ -150,29 +192,50 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return all that the next step depends on, as integer tensors."""
-        known = -(2**31) if self.input_exponent is None else self.input_exponent
-        state = {"counters": torch.tensor([self.steps, known])}
-        state["exponents"] = torch.tensor([w.exponent for w in self.network.watches], dtype=torch.int32)
+        exponents = [self.input_exponent, *(w.exponent for w in self.network.watches)]
+        state = {"counters": torch.tensor([self.steps]), "settings": torch.tensor(list(self._settings().values()))}
+        state["exponents"] = torch.tensor([_UNKNOWN if e is None else e for e in exponents], dtype=torch.int32)
         state |= {f"head.{name}": value for name, value in self.network.head.state().items()}
         for p in self.network.parameters:
             state |= {f"{p.name}.{name}": value for name, value in p.state().items()}
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Put back what `state_dict` returned."""
-        if state.keys() != self.state_dict().keys():
-            raise IntegerError(
-                f"the state is of another network: {sorted(state.keys() ^ self.state_dict().keys())[:4]}"
-            )
-        self.steps, known = state["counters"].tolist()
-        self.input_exponent = None if known == -(2**31) else known
-        for watch, exponent in zip(self.network.watches, state["exponents"].tolist(), strict=True):
+        """Put back what `state_dict` returned; that of another network or of other settings is refused."""
+        mine = self.state_dict()
+        if names := sorted(state.keys() ^ mine.keys()):
+            raise IntegerError(f"the state is of another network: {names[:4]}")
+        for name, value in mine.items():
+            if (state[name].shape, state[name].dtype) != (value.shape, value.dtype):
+                was, now = ((tuple(t.shape), t.dtype) for t in (state[name], value))
+                raise IntegerError(f"the state is of another network: {name} is {was}, and {now} here")
+        for (name, now), was in zip(self._settings().items(), state["settings"].tolist(), strict=True):
+            if was != now:
+                raise IntegerError(f"the state is of other settings: {name} was {was} and is {now}")
+        (self.steps,) = state["counters"].tolist()
+        exponents = [None if e == _UNKNOWN else e for e in state["exponents"].tolist()]
+        self.input_exponent = exponents[0]
+        for watch, exponent in zip(self.network.watches, exponents[1:], strict=True):
             watch.exponent = exponent
         self.network.head.load({name: state[f"head.{name}"] for name in self.network.head.state()})
         for p in self.network.parameters:
             p.load({name: state[f"{p.name}.{name}"] for name in p.state()})
 
     # -- parts of a step --------------------------------------------------------------------------------------------
+
+    def _settings(self) -> dict[str, int]:
+        """Return what must be the same where a state is continued; momentum in eighths."""
+        bits, stochastic = self.master_bits, int(self.stochastic)
+        return {"seed": self.seed, "master_bits": bits, "momentum": self.momentum, "stochastic rounding": stochastic}
+
+    def _require_finite(self) -> None:
+        """Raise if a value has grown beyond all reason; integers saturate where floating point would be infinite."""
+        exponents = {n.name: w.exponent for n in self.network.requantised for w in (n.output, n.error)}
+        exponents |= {p.name: p.exponent + 14 for p in self.network.parameters}
+        exponents["the last BN's variance"] = self.network.head.var_unit
+        for name, exponent in exponents.items():
+            if exponent is not None and exponent > LARGEST:
+                raise NonFiniteError(f"{name}: values of 2^{exponent} at step {self.steps}: training has diverged")
 
     def _key(self, place: str) -> int:
         return key(self.seed, self.steps, place)
@@ -196,9 +259,9 @@ class Trainer:
         return Block(codes.to(torch.int8).view(len(codes), *shape), exponent)
 
     def _calibrate(self, codes: Block, labels: Tensor) -> None:
-        """Take the first exponents from a few samples, always the same ones; only exponents change."""
+        """Take exponents that are not known from a few samples, always the same ones; only exponents change."""
         few, labels = Block(codes.data[:CALIBRATION], codes.exponent), labels[:CALIBRATION]
-        statistics = {name: value.clone() for name, value in self.network.head.state().items()}
+        statistics = self.network.head.state()
         self._prepare()
         at = self._pass(0, calibrating=True)
         logits, saved = self.network.forward(at, few)
@@ -206,7 +269,7 @@ class Trainer:
         self.network.backward(at, saved, self._error(outcome.error, logits.data.shape[1:]))
         self.network.head.load(statistics)
         for watch in self.network.watches:
-            watch.peak = 0
+            watch.forget()
 
     def _update(self, samples: int) -> None:
         pairs = [pair for product in self.network.products for pair in product.gradients()]

@@ -13,7 +13,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -51,6 +51,7 @@ def train(
     checkpoint_seconds: float = 600.0,
     device: str = "auto",
     make_trainer: Callable[[Recipe, nn.Module, Processes, int], Trainer] = Trainer,
+    identity: Mapping[str, Any] | None = None,
 ) -> Result:
     """Train a recipe in a folder; the same call again resumes, or returns the finished result.
 
@@ -69,6 +70,7 @@ def train(
         checkpoint_seconds: Seconds between checkpoints.
         device: "auto" is the GPU if there is one.
         make_trainer: Makes what takes the steps; ``mimicnorm.integer.run`` has another.
+        identity: What decides the run beside the recipe; a folder that was begun with anything else is refused.
 
     Example:
         >>> from mimicnorm.training import recipe, train
@@ -80,11 +82,9 @@ def train(
         raise RecipeError(f"{checkpoint_seconds=}: use a number of seconds of at least 0")
     if sources and (recipe.validation or recipe.classes):
         raise RecipeError("sources are used as they are: choose classes and hold images out before, not in the recipe")
-    if recipe.precision == "int8" and make_trainer is Trainer:
-        raise RecipeError('precision="int8" is trained by mimicnorm.integer.run.train, or mimicnorm train --integer')
     with contextlib.ExitStack() as stack:
         processes = stack.enter_context(init_process_group(device))
-        folder = stack.enter_context(run_folder(Path(out), recipe, processes.main))
+        folder = stack.enter_context(run_folder(Path(out), recipe, processes.main, identity))
         result = processes.on_main(lambda: folder.result(data_identity(*sources) if sources else None))
         if result is not None:
             return result

@@ -17,7 +17,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -82,11 +82,11 @@ class Position:
 
 
 class RunFolder:
-    """The folder of one recipe's run."""
+    """The folder of one recipe's run; ``identity`` is what decides it beside the recipe."""
 
-    def __init__(self, path: Path, recipe: Recipe):
+    def __init__(self, path: Path, recipe: Recipe, identity: Mapping[str, Any] | None = None):
         self.path, self.checkpoints = path, path / "checkpoints"
-        self.recipe = recipe.resolved().as_dict()
+        self.recipe = recipe.resolved().as_dict() | dict(identity or {})
         self._logs: dict[str, IO[str]] = {}
 
     # -- beginning --------------------------------------------------------------------------------------------------
@@ -222,9 +222,11 @@ class RunFolder:
 
 
 @contextlib.contextmanager
-def run_folder(path: Path, recipe: Recipe, writes: bool) -> Iterator[RunFolder]:
+def run_folder(
+    path: Path, recipe: Recipe, writes: bool, identity: Mapping[str, Any] | None = None
+) -> Iterator[RunFolder]:
     """Open a run's folder; the process that writes locks it and removes what a kill left half written."""
-    folder = RunFolder(path, recipe)
+    folder = RunFolder(path, recipe, identity)
     try:
         with lock(path, "training") if writes else contextlib.nullcontext():
             for partial in path.rglob(".*.partial") if writes else ():

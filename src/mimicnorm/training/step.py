@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mimicnorm import microbatch
 from mimicnorm.compress import saved_activations
-from mimicnorm.errors import MicroBatchError, NonFiniteError
+from mimicnorm.errors import MicroBatchError, NonFiniteError, RecipeError
 from mimicnorm.layers.param_groups import param_groups
 from mimicnorm.training.processes import Processes
 from mimicnorm.training.recipes import Recipe
@@ -46,6 +46,11 @@ class Trainer:
     _logits: Tensor | None = None
 
     def __init__(self, recipe: Recipe, model: nn.Module, processes: Processes, steps: int):
+        if recipe.precision == "int8":
+            raise RecipeError(
+                'precision="int8" is trained by mimicnorm.integer.run.train, or mimicnorm train --integer; there is no '
+                "other measurement of it"
+            )
         self.recipe, self.processes, self.steps = recipe, processes, steps
         last = recipe.channels_last and not (processes.device.type == "cpu" and _would_crash(model))
         self.format = torch.channels_last if last else torch.contiguous_format
