@@ -145,7 +145,9 @@ def test_a_cached_run_is_known_by_its_resolved_recipe(tmp_path):
 
 def test_committed_runs_are_readable():
     folder = Path(__file__).parents[2] / "results" / "runs"
-    for path in sorted(folder.glob("*.json")):
+    paths = sorted(folder.glob("*.json"))
+    assert paths
+    for path in paths:
         run = json.loads(path.read_text())
         assert run["status"] in ("done", "diverged"), path.name
         assert run["history"] or run["status"] == "diverged", path.name

@@ -74,21 +74,24 @@ def starred(rows: Rows) -> list[Judgement]:
 
     A run fails if its loss is not finite or its accuracy stays that of guessing.
     """
-    failed: dict[tuple[str, str], str] = {}
-    counts: dict[tuple[str, str], tuple[int, int]] = {}
+    failures: dict[tuple[str, str], tuple[int, int]] = {}  # failed runs, and all runs
     for row in rows:
-        bad = row["diverged"] + sum(top1 < TRAINS for top1 in row["top1"])
+        failed = row["diverged"] + sum(top1 < TRAINS for top1 in row["top1"])
         total = row["diverged"] + len(row["top1"])
-        counts[row["network"], row["method"]] = bad, total
-        failed[row["network"], row["method"]] = f"{row['network']} {row['method']}: {bad} of {total}"
-    marked = [(n, m) for n, cells in TABLE1.items() for m, cell in cells.items() if cell.starred]
-    known = [key for key in marked if counts.get(key, (0, 0))[1]]
-    steady = [(n, m) for n in TABLE1 for m in ("batchnorm", "mimicnorm") if counts.get((n, m), (0, 0))[1]]
-    unstable = HOLDS if known and all(counts[key][0] for key in known) else UNDECIDED  # a few runs refute nothing
-    stable = UNDECIDED if not steady else FAILS if any(counts[key][0] for key in steady) else HOLDS
+        if total:
+            failures[row["network"], row["method"]] = failed, total
+
+    def evidence(cells: list[tuple[str, str]]) -> str:
+        return "; ".join(f"{n} {m}: {failures[n, m][0]} of {failures[n, m][1]}" for n, m in cells)
+
+    cells = [(n, m) for n in TABLE1 for m in TABLE1[n] if (n, m) in failures]
+    marked = [(n, m) for n, m in cells if TABLE1[n][m].starred]
+    normalised = [(n, m) for n, m in cells if m in ("batchnorm", "mimicnorm")]
+    unstable = HOLDS if marked and all(failures[c][0] for c in marked) else UNDECIDED  # a few runs refute nothing
+    stable = UNDECIDED if not normalised else FAILS if any(failures[c][0] for c in normalised) else HOLDS
     return [
-        Judgement("the starred cells fail sometimes (failed runs)", unstable, "; ".join(failed[k] for k in known)),
-        Judgement("BatchNorm and MimicNorm never fail (failed runs)", stable, "; ".join(failed[k] for k in steady)),
+        Judgement("the starred cells fail sometimes (failed runs)", unstable, evidence(marked)),
+        Judgement("BatchNorm and MimicNorm never fail (failed runs)", stable, evidence(normalised)),
     ]
 
 

@@ -87,7 +87,9 @@ def below_all(claim: str, low: Sequence[float], others: Sequence[Sequence[float]
 def every(
     claim: str, cases: Mapping[Any, tuple[Mapping[str, Any], tuple[str, ...]]], holds: Callable[..., bool]
 ) -> Judgement:
-    """Judge a claim about single numbers: it holds if it does in every case; evidence is what each case has.
+    """Judge a claim by the values of each case: it holds if it holds in all of them.
+
+    The evidence lists the values of every case, or only of those that contradict the claim.
 
     Args:
         claim: The paper's statement.
