@@ -144,14 +144,6 @@ def test_rates_that_were_found_are_kept_when_the_search_is_interrupted(tmp_path,
     assert asked == ["batchnorm", "nonorm", "nonorm"]
 
 
-def test_what_the_width_changed_is_on_the_first_line_and_the_page(copied, capsys):
-    data = run(small.job(), copied)
-    first = capsys.readouterr().out.splitlines()[0]
-    assert first.endswith("applying batchnorm, mimicnorm (min_fan_in=6 at width 0.125), nonorm")
-    assert [m["note"] for m in data["methods"]] == ["", "min_fan_in=6 at width 0.125", ""]
-    assert "Here min_fan_in=6 at width 0.125." in (copied / "report.html").read_text()
-
-
 def test_methods_that_are_left_out_are_named_and_come_back(compared, copied, capsys, trains_nothing):
     run(small.job("batchnorm,nonorm:1", rounds=0), copied)
     assert f"left out this time: mimicnorm. Their runs stay in {copied} and come back" in capsys.readouterr().out

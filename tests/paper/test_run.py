@@ -138,7 +138,7 @@ def test_the_names_for_the_command_line_are_those_of_the_items():
 
 def test_a_cached_run_is_known_by_its_resolved_recipe(tmp_path):
     chosen = scales.recipe("digits-mlp10", method="mimicnorm")
-    same = scales.recipe("digits-mlp10", method="mimicnorm", settings=("min_fan_in=12",))
+    same = scales.recipe("digits-mlp10", method="mimicnorm", settings=("min_fan_in=16",))
     other = scales.recipe("digits-mlp10", method="mimicnorm", settings=("min_fan_in=13",))
     assert cache_file(chosen, tmp_path) == cache_file(same, tmp_path) != cache_file(other, tmp_path)
 

@@ -77,10 +77,10 @@ def test_a_network_without_logits_is_refused(monkeypatch, output, message):
         network(tiny.recipe(model="tiny:odd"), tiny.SOURCES[0])
 
 
-def test_shortcuts_of_a_narrow_network_are_centred_as_at_full_width():
+def test_a_narrow_network_is_centred_but_for_the_authors_threshold():
     narrow, authors = (
         network(tiny.recipe(model="resnet18", width=0.25, settings=given), tiny.SOURCES[0])
         for given in ((), ("min_fan_in=50",))
     )
-    assert isinstance(narrow.layer2[0].downsample[0], WeightMeanConv2d)
-    assert not isinstance(authors.layer2[0].downsample[0], WeightMeanConv2d)
+    assert isinstance(narrow.layer3[0].downsample[0], WeightMeanConv2d)  # fan-in 32
+    assert not isinstance(authors.layer3[0].downsample[0], WeightMeanConv2d)

@@ -107,27 +107,16 @@ def test_a_wrong_name_lists_near_ones():
         recipe("cifar-resnet18")
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"width": 0.25}, 12),
-        ({"width": 0.25, "method": "weight-mean"}, 12),
-        ({"width": 0.01}, 1),
-        ({"width": 1.0}, 50),
-        ({"width": 2.0}, 50),
-        ({"width": 0.25, "settings": ("min_fan_in=50",)}, 50),
-        ({"width": 0.25, "model": "tiny:net"}, 50),
-        ({"width": 0.25, "method": "nonorm"}, 50),
-    ],
-)
-def test_the_least_fan_in_of_centred_layers_follows_the_width(changes, expected):
-    assert recipe("cifar100-resnet18", **changes).configured_method().min_fan_in == expected
-    assert MimicNorm().min_fan_in == 50
+@pytest.mark.parametrize("width", [0.01, 0.25, 1.0])
+def test_one_rule_decides_which_layers_are_centred(width):
+    assert recipe("cifar100-resnet18", width=width).configured_method().min_fan_in == MimicNorm().min_fan_in
+    authors = recipe("cifar100-resnet18", width=width, settings=("min_fan_in=50",))
+    assert authors.configured_method().min_fan_in == MimicNorm.paper().min_fan_in
 
 
 def test_a_resolved_recipe_names_every_setting_and_resolves_to_itself():
     r = recipe("digits-resnet10", settings=("residual=None",)).resolved()
-    assert r.settings == ('centre="backward"', "last_norm=true", 'logit_scale="auto"', "min_fan_in=12", "residual=null")
+    assert r.settings == ('centre="backward"', "last_norm=true", 'logit_scale="auto"', "min_fan_in=16", "residual=null")
     assert r.resolved() == r
     assert recipe("digits-resnet10", method="fixup").resolved().scalar_rate == 0.1
     with pytest.raises(RecipeError, match="'gain=2' is not a NAME=VALUE that mimicnorm has"):
@@ -136,7 +125,7 @@ def test_a_resolved_recipe_names_every_setting_and_resolves_to_itself():
 
 def test_the_key_of_a_run_is_that_of_its_resolved_recipe(monkeypatch):
     key = recipe("digits-resnet10").key()
-    assert recipe("digits-resnet10", method="Mimic_Norm", settings=("min_fan_in=12",)).key() == key
+    assert recipe("digits-resnet10", method="Mimic_Norm", settings=("min_fan_in=16",)).key() == key
     assert recipe("digits-resnet10", seed=1).key() != key
     monkeypatch.setattr(MimicNorm, "min_fan_in", 100)  # what the method does by default has changed
     monkeypatch.setattr(MimicNorm.__init__, "__kwdefaults__", {**MimicNorm.__init__.__kwdefaults__, "min_fan_in": 100})

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mimicnorm import memory
-from mimicnorm.compare.job import Entry, Job
+from mimicnorm.compare.job import Job
 from mimicnorm.compare.timing import interleaved, summary
 from mimicnorm.data import Source
 from mimicnorm.errors import MemoryPredictionError, RefusedError
@@ -26,7 +26,7 @@ def applied(job: Job, source: Source, processes: Processes) -> tuple[dict[str, T
 
     Returns:
         By label, what takes the training steps, at a learning rate so small that no step is special; and the plan as
-        data, the number of parameters, and a note on what the width changed.
+        data with the number of parameters.
 
     Raises:
         RefusedError: Names each method that the network cannot take, and why.
@@ -41,7 +41,7 @@ def applied(job: Job, source: Source, processes: Processes) -> tuple[dict[str, T
             refused.append(f"{entry.label} cannot be applied to {recipe.model}: {reasons}")
             continue
         parameters = sum(p.numel() for p in model.parameters())
-        plans[entry.label] = {"parameters": parameters, "note": note(job, entry), "plan": _as_data(plan)}
+        plans[entry.label] = {"parameters": parameters, "plan": _as_data(plan)}
         trainers[entry.label] = Trainer(recipe, model, processes, steps=1)
     if refused:
         raise RefusedError(" ".join((*refused, "Nothing was trained: leave such methods out of --methods.")))
@@ -55,14 +55,6 @@ def _as_data(plan: Plan) -> dict[str, Any]:
         "rows": [list(row) for row in plan.rows()],
         "summary": str(plan).rpartition("\n\n")[2].splitlines(),
     }
-
-
-def note(job: Job, entry: Entry) -> str:
-    """Say which setting of the method follows the width of the network, where nobody gave it."""
-    recipe = job.run_recipe(entry)
-    here = dataclasses.asdict(recipe.configured_method())
-    wide = dataclasses.asdict(dataclasses.replace(recipe, width=1.0).configured_method())
-    return ", ".join(f"{k}={v} at width {recipe.width:g}" for k, v in here.items() if v != wide[k])
 
 
 def memory_of(trainer: Trainer, source: Source) -> dict[str, Any]:

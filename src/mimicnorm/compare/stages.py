@@ -15,7 +15,7 @@ import torch
 from mimicnorm.compare import summary
 from mimicnorm.compare.job import Job
 from mimicnorm.compare.largest_lr import largest_lr
-from mimicnorm.compare.measure import applied, memory_by_method, note, times
+from mimicnorm.compare.measure import applied, memory_by_method, times
 from mimicnorm.data import Source
 from mimicnorm.errors import RecipeError
 from mimicnorm.training.loop import load
@@ -69,8 +69,7 @@ def run(
     if job.recipe.batch > len(source):
         raise RecipeError(f"batch={job.recipe.batch} is more than the {len(source)} training images: give less")
     with init_process_group(device) as processes:
-        noted = [f"{entry.label} ({text})" if (text := note(job, entry)) else entry.label for entry in job.entries]
-        say(f"{job.recipe.model} on {job.recipe.data}: applying {', '.join(noted)}")
+        say(f"{job.recipe.model} on {job.recipe.data}: applying {', '.join(entry.label for entry in job.entries)}")
         trainers, plans = applied(job, source, processes)
         identity = data_identity(source, test_set)
         data = summary.new(job, source, identity, plans, processes.device)

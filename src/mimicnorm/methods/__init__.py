@@ -23,7 +23,7 @@ def method(name: str) -> Method:
 
     Example:
         >>> method("nonorm")
-        NoNorm(min_fan_in=50, last_norm=False, residual=None, logit_scale='auto')
+        NoNorm(min_fan_in=16, last_norm=False, residual=None, logit_scale='auto')
     """
     key = name.lower().replace("_", "").replace("-", "")
     for known, kind in METHODS.items():

@@ -40,7 +40,7 @@ class _Paper(Method):
     """The fields of the paper's method and its ablations."""
 
     residual: Residual = None
-    min_fan_in: int = 50  # pyrefly: ignore
+    min_fan_in: int = 16  # pyrefly: ignore
     last_norm: bool | None = False  # pyrefly: ignore
     logit_scale: LogitScale = "auto"
 
@@ -80,7 +80,7 @@ class _Paper(Method):
 
     def keeps(self, layer: LayerEdit) -> str:
         why = super().keeps(layer)
-        if not why and layer.depthwise:
+        if not why and layer.depthwise and self.min_fan_in > 1:
             return "depthwise"
         if not why and layer.fan_in <= self.min_fan_in:
             return f"fan-in of at most {self.min_fan_in}"
@@ -112,7 +112,8 @@ class MimicNorm(_Centred):
         residual: Initial value of the scalar that ends a residual branch. "sqrt" is 1/sqrt(v) (the paper), "linear"
             is 1/v, None is no scalar. v is the variance predicted there: l in the l-th block of a ResNet.
         min_fan_in: Layers with this fan-in or less are not centred: a mean over so few weights removes too much.
-            The authors use 50, which leaves out a first 3x3 layer on RGB (fan-in 27).
+            The authors use 50, which leaves out a first 3x3 layer on RGB (fan-in 27): docs/accuracy.md. Depthwise
+            layers are not centred either, whatever their kernel; 1 centres them, too.
         last_norm: Put the last BN on the logits. None does so in a fresh network, and not in a trained one that is kept
             (``init="keep"``).
         centre: "forward" centres weights in every forward, which is right for every optimizer. "backward" centres them

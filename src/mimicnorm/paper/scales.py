@@ -17,8 +17,21 @@ Rows = Sequence[Mapping[str, Any]]
 
 GUESSING = 1.0
 """Accuracy of guessing among CIFAR-100's classes, in percent."""
-PAPER_SETTINGS = {"mimicnorm": ("logit_scale=false",), "last-bn": ("logit_scale=false",)}
-"""Where the library's defaults differ from what the paper's authors do."""
+AUTHORS_FAN_IN = 50
+"""Layers with this fan-in or less are not centred in the authors' code."""
+
+
+def authors_settings(method: str, width: float) -> tuple[str, ...]:
+    """Return where the library's defaults differ from what the paper's authors do.
+
+    Below full width the threshold shrinks with the channels, so that the layers centred are those of full width.
+    """
+    if method not in ("mimicnorm", "weight-mean", "last-bn", "nonorm"):
+        return ()
+    centres = method in ("mimicnorm", "weight-mean")
+    least = max(1, int(AUTHORS_FAN_IN * min(width, 1.0))) if centres else AUTHORS_FAN_IN
+    scale = ("logit_scale=false",) if method in ("mimicnorm", "last-bn") else ()
+    return (f"min_fan_in={least}", *scale)
 
 
 @dataclass(frozen=True)
@@ -43,8 +56,13 @@ class Scale:
 
     def recipe(self, data: str, network: str, method: str, /, **changes: Any) -> Recipe:
         """Return a recipe at this scale, with the settings of the paper's authors unless ``settings`` is given."""
-        fields = {**self.changes, "settings": PAPER_SETTINGS.get(method, ()), **changes}
-        made = recipe(f"{data}-{network}{self.suffix}", method=method, **fields)
+        made = recipe(f"{data}-{network}{self.suffix}", method=method, **{**self.changes, **changes})
+        if "settings" not in changes:
+            made = dataclasses.replace(made, settings=authors_settings(method, made.width))
+        return self.trial_of(made)
+
+    def trial_of(self, made: Recipe) -> Recipe:
+        """Return a recipe as it is, or cut down to ``max_steps``."""
         if self.max_steps is None:
             return made
         return dataclasses.replace(made, epochs=1, limit=self.max_steps * made.batch, test_limit=made.batch)

@@ -279,11 +279,9 @@ class _Planner:
         drawn = [e for e in layers.values() if e.start == "draw" and e.role != "gate" and not e.depthwise]
         small = [e.name for e in drawn if e.fan_in <= self.method.min_fan_in]
         if small:
-            images = any(len(n.shape) == 4 for n in self.graph.nodes if n.kind is Kind.INPUT)
-            hint = ". Small images train better with the first layer centred, too: see docs/compare.md"
             self.plan.notes.append(
                 f"{count(len(small), 'layer')} ({first_names(small)}) not centred: fan-in of at most "
-                f"min_fan_in={self.method.min_fan_in}{hint * images}"
+                f"min_fan_in={self.method.min_fan_in}"
             )
 
     # -- BatchNorms ----------------------------------------------------------------------------

@@ -64,8 +64,7 @@ class Recipe:
     """Trained weights to start from: a safetensors file with the state dict of the network before its conversion. Needs
     --init keep (or none). The classifier starts anew if the file has none or one for another number of classes."""
     width: float = 1.0
-    """Multiplies the network's channels. Below 1, min_fan_in (of methods that centre weights, unless in settings) is
-    multiplied, too: layers that are centred at full width stay so."""
+    """Multiplies the network's channels."""
     classifier_variance: float = 2.0
     """The classifier (the layer that makes the logits) starts as N(0, this / fan-in): 2 in the authors' code, 1/3 in
     PyTorch's own layers. Behind a last BN that scale only decides how fast it learns. Networks of other packages
@@ -211,19 +210,15 @@ class Recipe:
         self.configured_method()
 
     def configured_method(self) -> Method:
-        """Build the method with its settings.
-
-        Below full width, the least fan-in of a centred layer is multiplied by the width unless it is given: the
-        authors' 50 is meant for layers of full width (docs/compare.md). Under SGD, weights are centred in the backward
-        pass.
+        """Build the method with its settings. Under SGD, weights are centred in the backward pass.
 
         Example:
-            >>> recipe("cifar100-resnet18-desk").configured_method().min_fan_in
-            12
+            >>> recipe("cifar100-resnet18").configured_method().centre
+            'backward'
         """
         # Both take the same steps under SGD, and backward is faster.
         place = {"centre": "backward" if self.optimizer == "sgd" else "forward"}
-        method = _method(self.method, self.settings, 1.0 if ":" in self.model else self.width, place)
+        method = _method(self.method, self.settings, place)
         return method.resolved(trained=self.init == "keep")
 
     def resolved(self) -> Recipe:
@@ -233,7 +228,7 @@ class Recipe:
 
         Example:
             >>> recipe("digits-resnet10", method="weight_mean").resolved().settings
-            ('centre="backward"', 'last_norm=false', 'logit_scale="auto"', 'min_fan_in=12', 'residual="sqrt"')
+            ('centre="backward"', 'last_norm=false', 'logit_scale="auto"', 'min_fan_in=16', 'residual="sqrt"')
         """
         chosen = self.configured_method()
         settings = tuple(f"{k}={json.dumps(v)}" for k, v in sorted(dataclasses.asdict(chosen).items()))
@@ -249,14 +244,12 @@ class Recipe:
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _method(name: str, settings: tuple[str, ...], width: float, defaults: dict[str, Any]) -> Method:
+def _method(name: str, settings: tuple[str, ...], defaults: dict[str, Any]) -> Method:
     from mimicnorm.methods import method
 
     default = method(name)
     fields = {f.name for f in dataclasses.fields(default)}
     changes = {field: value for field, value in defaults.items() if field in fields}
-    if width < 1 and default.weights == "centre":
-        changes["min_fan_in"] = max(1, int(default.min_fan_in * width))
     for setting in settings:
         field, equals, value = setting.partition("=")
         if not equals or field not in fields:
