@@ -119,6 +119,22 @@ def test_parity(ours, expected):
     assert {j.verdict for j in coarse} == {UNDECIDED}
 
 
+@pytest.mark.parametrize(("centred", "expected"), [(61.0, HOLDS), (59.0, FAILS)])
+def test_depthwise(centred, expected):
+    means = {"batchnorm": 60.5, "mimicnorm": 60.0, "mimicnorm, depthwise centred": centred}
+    rows = [{"way": way, "top1": [m - 0.05, m, m + 0.05], "diverged": 0} for way, m in means.items()]
+    assert [j.verdict for j in claims.depthwise(rows)] == [HOLDS, expected]
+    assert [j.verdict for j in claims.depthwise(rows[:2])] == [HOLDS, UNDECIDED]
+
+
+@pytest.mark.parametrize(("top1", "speed", "expected"), [(90.0, 400.0, HOLDS), (80.0, 399.0, FAILS)])
+def test_integers(top1, speed, expected):
+    start = {"network": "resnet10", "diverged": 0}
+    ours = {**start, "precision": "int8", "top1": [top1, top1 + 0.1], "images_per_second": speed}
+    theirs = {**start, "precision": "fp32", "top1": [90.0, 90.1], "images_per_second": 100.0}
+    assert [j.verdict for j in claims.integers([ours, theirs])] == [expected] * 2
+
+
 def _step_rows(plain_diverges, ours):
     start = {"network": "vgg11", "status": "done"}
     steps = {"step": [1, 2, 3, 4], "min": ours, "max": ours, "median": ours}

@@ -65,6 +65,11 @@ def test_markdown(results):
     assert "| <b>a claim</b> | **does not hold here** | not at 0.1: 3 |" in text
 
 
+def test_the_cost_of_every_run_is_listed():
+    made = page.section({**DATA, "item": "table2", "rows": [], "costs": {"vgg16 lr 0.1": 90.0}})
+    assert made.costs == {"vgg16 lr 0.1": "1.5"}
+
+
 def test_html_escapes_what_files_say(results):
     text = page.html(results)
     assert "&lt;b&gt;a claim&lt;/b&gt;" in text

@@ -28,6 +28,14 @@ def test_each_method_is_trained_at_its_own_best_rate():
     assert all(r.validation == 0 and r.test_limit == 0 and r.limit == 25_000 for r in finals.values())
 
 
+def test_one_rate_beyond_an_end_that_is_best_is_tried():
+    runs = _searched({"batchnorm": 0.4, "mimicnorm": 0.1})
+    assert {(r.method, r.lr) for r in parity.wider(DESK, runs).values()} == {("batchnorm", 0.8)}
+    beyond = run("resnet18", "batchnorm", [0.9], lr=0.8, validation=0.1)
+    assert parity.best_rates({**runs, "beyond": beyond})["cifar100", "batchnorm"] == 0.8
+    assert len(parity.wider(DESK, {**runs, "beyond": beyond})) == 1  # the same stage again asks for the same run
+
+
 def test_nothing_is_trained_before_the_search_is_over():
     runs = _searched({"batchnorm": 0.2})
     runs.popitem()

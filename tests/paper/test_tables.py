@@ -66,3 +66,5 @@ def test_the_papers_items_have_the_settings_of_the_paper(scale):
             if recipe.method in ("mimicnorm", "last-bn"):
                 scaled = "logit_scale=false" in recipe.resolved().settings
                 assert scaled == (name != "parity"), label
+            if recipe.method in ("mimicnorm", "weight-mean") and name != "parity" and "depthwise" not in label:
+                assert recipe.configured_method().min_fan_in == int(50 * recipe.width), label

@@ -12,6 +12,7 @@ from mimicnorm.paper.published import (
     BATCH_NORM_SHARE,
     CORRELATIONS,
     FOLDED_SCALAR,
+    INTEGER_SPEED,
     LAST_NORM_MB,
     TABLE1,
     TABLE3,
@@ -210,6 +211,33 @@ def parity(rows: Rows) -> list[Judgement]:
         means = {m: statistics.mean(values) for m, values in errors.items()}
         claim = f"{labels}: MimicNorm's calibration error is no larger than BatchNorm's"
         judged.append(every(claim, {"MimicNorm / BatchNorm": (means, ("ours", "theirs"))}, lambda a, b: a <= b))
+    return judged
+
+
+def depthwise(rows: Rows) -> list[Judgement]:
+    """Judge what the paper blames for ShuffleNet's deficit: its depthwise layers are not centred."""
+    at = {r["way"]: r for r in rows}
+    theirs, ours, centred = (
+        at.get(way, NEVER_RAN) for way in ("batchnorm", "mimicnorm", "mimicnorm, depthwise centred")
+    )
+    claim = "ShuffleNet is a little below BatchNorm under MimicNorm"
+    less = below_all(claim, ours["top1"], [theirs["top1"]], ours["diverged"])
+    claim = "... because its depthwise layers are not centred: with them it is better"
+    return [less, at_least(claim, centred["top1"], ours["top1"], 0.0, centred["diverged"])]
+
+
+def integers(rows: Rows) -> list[Judgement]:
+    """Judge the outlook on integer training: it is possible; four times the throughput."""
+    judged = []
+    for network in dict.fromkeys(r["network"] for r in rows):
+        at = {r["precision"]: r for r in rows if r["network"] == network}
+        ours, theirs = (at.get(precision, NEVER_RAN) for precision in ("int8", "fp32"))
+        claim = f"{network}: training in integers alone is possible (within {WITHIN_NOISE:g} point of fp32)"
+        judged.append(at_least(claim, ours["top1"], theirs["top1"], -WITHIN_NOISE, ours["diverged"]))
+        speeds = {precision: r["images_per_second"] for precision, r in at.items()}
+        claim = f"{network}: integers have {INTEGER_SPEED} times the throughput (images a second, CPU)"
+        case = {"integers / fp32": (speeds, ("int8", "fp32"))}
+        judged.append(every(claim, case, lambda fast, slow: fast >= INTEGER_SPEED * slow))
     return judged
 
 

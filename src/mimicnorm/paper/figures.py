@@ -16,6 +16,7 @@ NAMES = {
     "nonorm": "no norm",
     "fixup": "Fixup",
     "groupnorm-ws": "GroupNorm and WS",
+    "mimicnorm, depthwise centred": "MimicNorm, depthwise layers centred",
     "straight": "straight",
     "weight_mean": "weight mean",
     "batch_norm": "BatchNorm",

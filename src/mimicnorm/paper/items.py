@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mimicnorm.paper import appendix_c, claims, figures, memory, parity, signals, tables, variance
+from mimicnorm.paper import appendix_c, claims, depthwise, figures, integers, memory, parity, signals, tables, variance
 from mimicnorm.paper.published import TABLE1, TABLE3
 from mimicnorm.paper.scales import Rows, Runs, Scale, Setting
 from mimicnorm.paper.tables import Stage
@@ -138,12 +138,24 @@ ITEMS = {
     "appendix-c": Item(
         "centring once, folded scalars, micro-batches, a last BN in the loss", appendix_c.rows, facts=claims.appendix_c
     ),
+    "depthwise": Item(
+        "ShuffleNetV2 with its depthwise layers centred, too",
+        depthwise.rows,
+        claims.depthwise,
+        stages=(depthwise.recipes,),
+    ),
+    "integer-training": Item(
+        "training in integers alone, on digits",
+        integers.rows,
+        claims.integers,
+        stages=(integers.recipes,),
+    ),
     "theorems": Item("Lemma 1, Theorems 1 to 3 and the NTK on real networks", signals.theorems, facts=claims.theorems),
     "parity": Item(
         "BatchNorm at its best against MimicNorm's defaults",
         parity.rows,
         claims.parity,
-        stages=(parity.search, parity.finals),
+        stages=(parity.search, parity.wider, parity.finals),
     ),
 }
 """Every item by name, in the paper's order."""

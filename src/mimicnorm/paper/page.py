@@ -36,6 +36,7 @@ class Section:
     head: Sequence[str] = ()
     lines: Sequence[Sequence[Any]] = ()
     figure: Path | None = None
+    costs: dict[str, str] = field(default_factory=dict)
     verdicts: list[tuple[str, str, str]] = field(default_factory=list)
 
     @property
@@ -64,6 +65,7 @@ def section(data: Mapping[str, Any], folder: Path = Path()) -> Section:
         made.head, made.lines = _TABLES.get(data["item"], _plain)(data["rows"])
     if data.get("figure"):
         made.figure = folder / data["figure"]
+    made.costs = {label: f"{used / 60:.1f}" for label, used in data.get("costs", {}).items()}
     made.verdicts = [(v["claim"], v["verdict"], v["evidence"]) for v in data["verdicts"]]
     return made
 
@@ -83,6 +85,9 @@ def markdown(results: str | Path, figures: str = "") -> str:
         if s.figure is not None:
             parts.append(f"![{s.title}]({figures}{s.figure.name})")
         parts.append(_table(("claim", "verdict", "evidence"), ([c, f"**{v}**", e] for c, v, e in s.verdicts)))
+        if s.costs:
+            parts += ["<details><summary>Cost of every run</summary>", _table(("run", "minutes"), s.costs.items())]
+            parts.append("</details>")
     return "\n\n".join(parts) + "\n"
 
 
@@ -168,9 +173,19 @@ def _parity(rows: Rows) -> Cells:
     for row in rows:
         errors = row["calibration_error"]
         error = f"{statistics.mean(errors):.3f}" if errors else "-"
-        rate = f"{row['lr']:g}{' (the end of the range)' * (row['lr'] in (min(RATES), max(RATES)))}"
+        rate = f"{row['lr']:g}{' (the last one tried)' * (row['lr'] not in RATES)}"
         lines.append((row["labels"], NAMES[row["method"]], rate, len(row["top1"]), _measured(row), error))
     return ("labels", "method", "learning rate", "seeds", "accuracy, %", "calibration error"), lines
+
+
+def _accuracy_rows(first: tuple[str, ...], *more: str) -> Callable[[Rows], Cells]:
+    """Return a table of accuracies, with these fields of a row before them and those after."""
+
+    def table(rows: Rows) -> Cells:
+        lines = [(*(NAMES.get(r[k], r[k]) for k in first), _measured(r), *(f"{r[k]:,.0f}" for k in more)) for r in rows]
+        return (*first, "accuracy, %", *(k.replace("_", " ") for k in more)), lines
+
+    return table
 
 
 def _variance(rows: Rows) -> Cells:
@@ -216,6 +231,8 @@ _TABLES: dict[str, Callable[[Rows], Cells]] = {
     "figure-resnet-ablation": _curves,
     "figure-correlation": _correlations,
     "figure-variance": _variance,
+    "depthwise": _accuracy_rows(("way",)),
+    "integer-training": _accuracy_rows(("network", "precision"), "images_per_second"),
     "parity": _parity,
 }
 """How an item's rows are shown; `_plain` for the others."""

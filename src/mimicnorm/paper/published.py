@@ -87,6 +87,9 @@ FOLDED_SCALAR = 0.05
 CORRELATIONS = 0.2
 """Where correlations concentrate under BatchNorm and weight mean, at width 300 (Appendix B.1)."""
 
+INTEGER_SPEED = 4
+"""Times the throughput that training in integers may have (Appendix C)."""
+
 ITEM_NAMES = (
     "table1",
     "table2",
@@ -100,6 +103,8 @@ ITEM_NAMES = (
     "figure-correlation",
     "figure-variance",
     "appendix-c",
+    "depthwise",
+    "integer-training",
     "theorems",
     "parity",
 )

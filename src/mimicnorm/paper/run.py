@@ -90,6 +90,7 @@ def reproduce(
         "verdicts": [judgement._asdict() for judgement in chosen.judge(scale, rows, bool(done))],
         "figure": picture,
         "runs": {label: recipes[label].key() for label in done},
+        "costs": {label: round(seconds(run), 1) for label, run in done.items()},
         "missing": [label for label in recipes if label not in done],
         "sizes": _sizes(recipes.values()),
         "seconds": sum(map(seconds, done.values())),
