@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import mimicnorm as mn
 
-SIZE, BATCH, STEPS, CLASSES = 32, 32, 500, 4
+SIZE, BATCH, STEPS, CLASSES = 32, 32, 800, 4
 RATES = (0.1, 0.2, 0.4)
 METHODS: dict[str, mn.methods.Method] = {
     "batchnorm": mn.BatchNorm(),
