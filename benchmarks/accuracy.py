@@ -41,8 +41,8 @@ AUTHORS_LAYERS = ("logit_scale=true", "min_fan_in=50")
 SETTINGS = {"mimicnorm": MIMICNORM, "weight-mean": ("min_fan_in=16",)}
 
 
-def run(data: str, method: str, lr: float, seed: int = 0, **changes: Any) -> Recipe:
-    fields = {"data": SETS[data], "settings": SETTINGS.get(method, ()), **COMMON, **HELD_OUT, **changes}
+def run(labels: str, method: str, lr: float, seed: int = 0, **changes: Any) -> Recipe:
+    fields = {"data": SETS[labels], "settings": SETTINGS.get(method, ()), **COMMON, **HELD_OUT, **changes}
     return recipe("cifar100-resnet18-desk", method=method, lr=lr, seed=seed, **fields)
 
 
