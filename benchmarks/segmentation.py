@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import mimicnorm as mn
 
-SIZE, BATCH, STEPS, CLASSES = 32, 32, 800, 4
+SIZE, BATCH, STEPS, CLASSES = 32, 32, 400, 4
 RATES = (0.1, 0.2, 0.4)
 METHODS: dict[str, mn.methods.Method] = {
     "batchnorm": mn.BatchNorm(),
@@ -28,7 +28,6 @@ METHODS: dict[str, mn.methods.Method] = {
     "mimicnorm, logit_scale=False": mn.MimicNorm(centre="backward", logit_scale=False),
     "mimicnorm, last_norm=False": mn.MimicNorm(centre="backward", last_norm=False),
     "groupnorm-ws": mn.GroupNormWS(),
-    "nonorm": mn.NoNorm(),
 }
 
 
