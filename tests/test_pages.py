@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import json
 import operator
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,8 @@ import pytest
 import mimicnorm
 
 ROOT = Path(__file__).parent.parent
-_spec = importlib.util.spec_from_file_location("pages", ROOT / "benchmarks" / "pages.py")
-assert _spec is not None
-assert _spec.loader is not None
-pages = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(pages)
+sys.path.insert(0, str(ROOT / "benchmarks"))
+pages = importlib.import_module("pages")
 
 
 @pytest.mark.parametrize("page", pages.PAGES)
