@@ -1,11 +1,14 @@
-"""README.md and docs/index.md."""
+"""README.md and docs/convert.md."""
 
 from __future__ import annotations
 
 import statistics
-import textwrap
+from collections.abc import Iterable
 
-from blocks.text import cell_name, load, named, prose, table, worst
+from blocks.text import GIB, load, prose, table, worst
+
+_BOTH = ("batchnorm", "mimicnorm")
+_IN_ONES = ("BatchNorm", "MimicNorm, microbatch.backward")
 
 
 def coverage() -> str:
@@ -18,62 +21,42 @@ def coverage() -> str:
         f"centred (the rest belong to gates). The other {refused} are CLIP image towers without a classifier: refused, "
         f"with the advice to name the head or to leave the last BN out. {c['step']['real']} took the step for real, "
         "with a finite gradient for every parameter that had one before. Plans of all of them are "
-        "[frozen](results/plans.jsonl); `benchmarks/golden.py` plans them again and lists what differs."
+        "[frozen](../results/plans.jsonl); `benchmarks/golden.py` plans them again and lists what differs."
     )
 
 
-def _mean(name: str, **wanted: object) -> float:
-    """The mean accuracy of the runs with these fields, in percent."""
-    rows = [r for r in load(name)["rows"] if all(r[k] == v for k, v in wanted.items())]
-    return 100 * statistics.mean(a for r in rows for a in r["accuracy"])
-
-
 def measured() -> str:
-    ratio = {r["network"]: r for r in load("memory-ratios")["rows"] if r["setting"] == "eager"}
-    peaks, predicted = load("memory-peak"), load("memory-prediction")["rows"]
-    exact = load("microbatch-exact")["rows"]
-    fast = {r["cell"]: r["batchnorm_over"]["mimicnorm, backward"]["value"] for r in load("speed")["rows"]}
-    accuracy = {m["label"]: 100 * m["accuracy"]["mean"] for m in load("compare-cifar100-resnet18")["methods"]}
-    methods = peaks["methods"]
-    networks = ("resnet50", "resnet18", "vgg16_bn", "shufflenet_v2_x0_5", "densenet121")
-    saved = "bytes saved for backward, converted / BatchNorm"
-    rows = [(f"{saved}, {named(n)}", f"{ratio[n]['mimicnorm_over_batchnorm']:.3f}", "memory") for n in networks]
-    step = "time of a training step, BatchNorm / converted, ResNet-50, 224 px"
-    rows += [
-        ("peak of a training step, ResNet-50, batch 256, converted / BatchNorm",
-         f"{methods['mimicnorm']['peak_bytes'] / methods['batchnorm']['peak_bytes']:.3f}", "memory"),
-        ("largest batch in 16 GiB, ResNet-50, converted / BatchNorm", f"{peaks['largest_batch_ratio']:.2f}", "memory"),
-        (f"predicted peak against a real step on the CPU, worst of {len(predicted)} steps",
-         f"{100 * max(abs(r['error']) for r in predicted):.2f} %", "memory"),
-        ("`microbatch.backward`, relative gradient error in fp64", worst(exact, "float64"), "microbatch"),
-        ("`microbatch.backward`, relative gradient error in fp32", worst(exact, "float32"), "microbatch"),
-        ("`microbatch.backward`, time / plain accumulation",
-         f"{load('microbatch-time')['processor']['ratio_median']:.2f}", "microbatch"),
-        (f"{step}, batch 32", f"{fast['resnet50-32-224']:.2f}", "compare"),
-        (f"{step}, batch 8", f"{fast['resnet50-8-224']:.2f}", "compare"),
-        ("CIFAR-100, narrow ResNet-18, 10 epochs: BatchNorm", f"{accuracy['batchnorm']:.1f} %", "compare"),
-        ("CIFAR-100, narrow ResNet-18, 10 epochs: MimicNorm", f"{accuracy['mimicnorm']:.1f} %", "compare"),
-        ("digits, micro-batches of one: MimicNorm",
-         f"{_mean('microbatch-accuracy', method='MimicNorm, microbatch.backward', micro_batch=1):.1f} %", "microbatch"),
-        ("digits, micro-batches of one: BatchNorm",
-         f"{_mean('microbatch-accuracy', method='BatchNorm', micro_batch=1):.1f} %", "microbatch"),
-    ]  # fmt: skip
-    return table("what | measured | page", [(a, b, f"[{c}](docs/{c}.md)") for a, b, c in rows])
-
-
-def shortfalls() -> str:
-    sets = {n: load(f"compare-cifar100-{n}")["methods"] for n in ("resnet18", "vgg11")}
-    behind = {n: next(m for m in ms if m["label"] == "mimicnorm+min_fan_in=50") for n, ms in sets.items()}
-    points = {n: [100 * m["accuracy"]["difference"][k] for k in ("value", "low", "high")] for n, m in behind.items()}
-    fast = {r["cell"]: r["batchnorm_over"]["mimicnorm, backward"] for r in load("speed")["rows"]}
-    slow = [f"{cell_name(cell)} {100 / r['value'] - 100:.0f} %" for cell, r in fast.items() if r["high"] < 1]
-    items = [
-        "With the authors' threshold of 50, which `mn.MimicNorm()` has, MimicNorm against BatchNorm on CIFAR-100 in "
-        "points: "
-        + ", ".join(f"narrow {named(n)} {v:+.1f} [{lo:+.1f}, {hi:+.1f}]" for n, (v, lo, hi) in points.items())
-        + ". The table's run centres layers above a fan-in of 12; that was chosen on these test images.",
-        *([f"A converted network is slower than BatchNorm's on a CPU at {', '.join(slow)}."] if slow else []),
-        "Activation checkpointing of the BatchNorm network saves fewer bytes than conversion, and costs time "
-        "([memory](docs/memory.md)).",
+    """One number per cell: BatchNorm, MimicNorm with its default settings, and the page that tells more."""
+    saved = {
+        (r["method"], r["bits"]): f"{r['saved_mib_per_image']:.1f}"
+        for r in load("compress-bytes")["rows"]
+        if r["network"] == "resnet50"
+    }
+    peaks = load("memory-peak")["methods"]
+    fast = {r["cell"]: f"{1 / r['batchnorm_over']['mimicnorm, backward']['value']:.2f}" for r in load("speed")["rows"]}
+    error, zoo = worst(load("microbatch-exact")["rows"], "float64"), load("coverage")
+    rows: list[tuple[str, Iterable[object], str]] = [
+        ("saved for backward, ResNet-50, MiB per image", (saved[m, 0] for m in _BOTH), "memory"),
+        *((f"... in {bits} bits", [saved[m, bits] for m in _BOTH], "compress") for bits in (8, 4)),
+        ("peak of a step, ResNet-50, batch 256, GiB", (f"{peaks[m]['peak_bytes'] / GIB:.1f}" for m in _BOTH), "memory"),
+        ("largest batch in 16 GiB, ResNet-50", (peaks[m]["largest_batch"] for m in _BOTH), "memory"),
+        ("time of a step on a CPU, ResNet-50, batch 32", (1, fast["resnet50-32-224"]), "speed"),
+        ("... batch 8", (1, fast["resnet50-8-224"]), "speed"),
+        ("... a tiny network on digits", (1, fast["digits-64-8"]), "speed"),
+        ("accuracy on CIFAR-100, narrow ResNet-18, 10 epochs, %", _accuracies("resnet18"), "cifar100"),
+        ("... narrow VGG-11", _accuracies("vgg11"), "cifar100"),
+        ("accuracy on digits, micro-batches of one, %", (_in_ones(m) for m in _IN_ONES), "microbatch"),
+        ("relative error of a gradient from micro-batches, fp64", ("-", error), "microbatch"),
+        (f"classifiers that convert, of {zoo['models']}", ("-", zoo["outcomes"]["converted"]), "convert"),
     ]
-    return "\n".join(f"- {textwrap.fill(item, 117, subsequent_indent='  ')}" for item in items)
+    return table("what | BatchNorm | MimicNorm | page", [(a, *b, f"[{c}](docs/{c}.md)") for a, b, c in rows])
+
+
+def _accuracies(network: str) -> list[str]:
+    means = {m["label"]: m["accuracy"]["mean"] for m in load(f"compare-cifar100-{network}")["methods"]}
+    return [f"{100 * means[label]:.1f}" for label in ("batchnorm", "mimicnorm+min_fan_in=50")]
+
+
+def _in_ones(method: str) -> str:
+    rows = [r for r in load("microbatch-accuracy")["rows"] if (r["method"], r["micro_batch"]) == (method, 1)]
+    return f"{100 * statistics.mean(a for r in rows for a in r['accuracy']):.1f}"

@@ -47,10 +47,10 @@ def speed() -> str:
 
     def cell(row: dict, method: str) -> str:
         ratio = row["batchnorm_over"].get(method)
-        return "" if ratio is None else f"{ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+        return "-" if ratio is None else f"{ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
 
-    head = " | ".join(("BatchNorm's time / ...", *(cell_name(r["cell"]) for r in rows)))
-    return table(head, [(named(m), *(cell(r, m) for r in rows)) for m in methods])
+    head = " | ".join(("BatchNorm's time / that of", *map(named, methods)))
+    return table(head, [(cell_name(r["cell"]), *(cell(r, m) for m in methods)) for r in rows])
 
 
 def signal() -> str:

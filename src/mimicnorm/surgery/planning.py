@@ -280,7 +280,7 @@ class _Planner:
         small = [e.name for e in drawn if e.fan_in <= self.method.min_fan_in]
         if small:
             images = any(len(n.shape) == 4 for n in self.graph.nodes if n.kind is Kind.INPUT)
-            hint = ". Small images train better with the first layer centred, too: see docs/compare.md"
+            hint = ". Small images train better with the first layer centred, too: see docs/cifar100.md"
             self.plan.notes.append(
                 f"{count(len(small), 'layer')} ({first_names(small)}) not centred: fan-in of at most "
                 f"min_fan_in={self.method.min_fan_in}{hint * images}"

@@ -214,7 +214,7 @@ class Recipe:
         """Build the method with its settings.
 
         Below full width, the least fan-in of a centred layer is multiplied by the width unless it is given: the
-        authors' 50 is meant for layers of full width (docs/compare.md). Under SGD, weights are centred in the backward
+        authors' 50 is meant for layers of full width (docs/cifar100.md). Under SGD, weights are centred in the backward
         pass.
 
         Example:
