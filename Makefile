@@ -14,7 +14,7 @@ test: $(STAMP) check
 	$(BIN)/python -m pytest README.md docs   # a page's examples build on each other: one process
 
 site: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --site-dir site
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --site-dir site
 
 check: $(STAMP)
 	$(BIN)/ruff check .

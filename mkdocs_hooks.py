@@ -1,7 +1,8 @@
 """What the site needs beside mkdocs: links that leave ``docs/``, and examples of docstrings as code.
 
-Links to results and source work on the site as they do in the repository. A linked file becomes a page of the site under ``files/``, source code with ``.txt`` appended so that browsers show it.
-A link to a file that does not exist stays as it is, and the strict build fails on it.
+Links to results and source work on the site as they do in the repository. A linked file becomes a file of the site
+under ``files/``, source code with ``.txt`` appended so that browsers show it. A link to a file that does not exist
+stays as it is, and the strict build fails on it.
 """
 
 from __future__ import annotations

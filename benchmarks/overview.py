@@ -1,8 +1,8 @@
-"""Draw the picture of README, ``docs/figures/overview.svg``: memory, speed and accuracy from the result files.
+"""Draw the picture of README, ``docs/figures/overview*.svg``: memory, speed and accuracy from the result files.
 
     python benchmarks/overview.py
 
-Plain SVG, so that one file follows the reader's light or dark scheme.
+Plain SVG, which follows the reader's light or dark scheme; one file for wide screens, one for phones.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from blocks.text import ROOT, load
 
-PATH = ROOT / "docs/figures/overview.svg"
-WIDTH, PANEL, GAP, LABELS, VALUES = 900, 276, 36, 82, 44
+FIGURES = ROOT / "docs/figures"
+FILES = {"overview.svg": 3, "overview-narrow.svg": 1}  # panels beside each other
+PANEL, GAP, HEIGHT, LABELS, VALUES = 276, 36, 150, 82, 44
 STYLE = """
   text { font: 13px system-ui, -apple-system, "Segoe UI", "DejaVu Sans", sans-serif; fill: #1d1f21 }
   .title { font-size: 15px; font-weight: 600 } .about { font-size: 11.5px; fill: #5f6368 }
@@ -84,31 +85,34 @@ def panels() -> list[Panel]:
     ]
 
 
-def drawing() -> str:
-    """The picture as text."""
+def drawing(columns: int) -> str:
+    """The picture as text, with so many panels in a row."""
+    shown = panels()
+    width, height = columns * (PANEL + GAP) - GAP, HEIGHT * len(shown) // columns
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 150" width="{WIDTH}" role="img">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">',
         "<title>Memory, speed and accuracy of BatchNorm and MimicNorm side by side</title>",
         f"<style>{STYLE}\n</style>",
     ]
-    for number, panel in enumerate(panels()):
-        left = number * (PANEL + GAP)
-        lines.append(f'<text class="title" x="{left}" y="18">{panel.title}</text>')
-        lines.append(f'<text class="about" x="{left}" y="36">{panel.about}</text>')
-        most = max(b.high or b.value for b in panel.bars)
-        start, scale = left + LABELS, (PANEL - LABELS - VALUES) / most
+    for number, panel in enumerate(shown):
+        down, right = divmod(number, columns)
+        lines.append(f'<g transform="translate({right * (PANEL + GAP)} {down * HEIGHT})">')
+        lines.append(f'<text class="title" y="18">{panel.title}</text>')
+        lines.append(f'<text class="about" y="36">{panel.about}</text>')
+        scale = (PANEL - LABELS - VALUES) / max(b.high or b.value for b in panel.bars)
         for row, b in enumerate(panel.bars):
-            y, end = 50 + 32 * row, start + scale * (b.high or b.value)
-            lines.append(f'<text x="{left}" y="{y + 16}">{b.name}</text>')
+            y, end = 50 + 32 * row, LABELS + scale * (b.high or b.value)
+            lines.append(f'<text y="{y + 16}">{b.name}</text>')
             lines.append(
-                f'<rect class="{b.kind}" x="{start}" y="{y}" width="{scale * b.value:.1f}" height="23" rx="2"/>'
+                f'<rect class="{b.kind}" x="{LABELS}" y="{y}" width="{scale * b.value:.1f}" height="23" rx="2"/>'
             )
             if b.low is not None:
-                low, middle = start + scale * b.low, y + 11.5
-                lines.append(f'<path class="range" d="M{low:.1f} {middle}H{end:.1f}"/>')
+                lines.append(f'<path class="range" d="M{LABELS + scale * b.low:.1f} {y + 11.5}H{end:.1f}"/>')
             lines.append(f'<text x="{end + 7:.1f}" y="{y + 16}">{b.text}</text>')
+        lines.append("</g>")
     return "\n".join([*lines, "</svg>\n"])
 
 
 if __name__ == "__main__":
-    PATH.write_text(drawing())
+    for name, columns in FILES.items():
+        (FIGURES / name).write_text(drawing(columns))
