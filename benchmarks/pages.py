@@ -18,7 +18,8 @@ from pathlib import Path
 import blocks
 from blocks.text import ROOT
 
-PAGES = tuple(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
+_FILES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "examples").glob("*.md")))
+PAGES = tuple(str(path.relative_to(ROOT)) for path in _FILES)
 
 
 def _makers() -> dict[str, Callable[[], str]]:
