@@ -1,10 +1,10 @@
-# make demo and make test do all of their own set-up on a fresh machine.
+# make demo, make test and make site do all of their own set-up on a fresh machine.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test check clean
+.PHONY: demo test site check clean
 
 demo: $(STAMP)
 	$(BIN)/mimicnorm compare --out runs/demo
@@ -12,6 +12,9 @@ demo: $(STAMP)
 test: $(STAMP) check
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests src
 	$(BIN)/python -m pytest README.md docs   # a page's examples build on each other: one process
+
+site: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --site-dir site
 
 check: $(STAMP)
 	$(BIN)/ruff check .
@@ -26,4 +29,4 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache site

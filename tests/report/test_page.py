@@ -89,7 +89,7 @@ def test_plan_command_versions_and_states_are_shown(text):
     assert "mimicnorm compare --methods &#39;a&lt;b&#39;" in text
     assert "torch 2.13.0" in text
     assert "Not finished yet: 6 of 8 runs are in" in text
-    assert "nonorm (diverged at step 17, 17)" in text
+    assert "nonorm diverged at step 17, 17." in text
     assert text.count("<svg") == 6
     assert "in the\nJSON file beside it" in text
 
@@ -129,3 +129,26 @@ def test_learning_rates_of_scalars_that_differ_are_shown(text):
 
 def test_every_wide_table_scrolls(text):
     assert text.count("<table") == text.count('<div class="scroll"><table') == 5
+
+
+def test_the_conclusion_stands_first_and_the_glossary_is_closed(text):
+    said = "So far: mimicnorm+residual=&lt;linear&gt; against batchnorm: accuracy undecided (+2.5 points [-2.1, +7.1])"
+    assert text.index(said) < text.index("The same network") < text.index("nonorm diverged")
+    assert "<details open" not in text
+    assert "So far" not in page(comparison() | {"status": "done"})
+
+
+def test_a_tiny_network_says_nothing_about_the_speed_of_large_ones(text):
+    assert "A step of this network takes 12 ms" in text
+    slow = comparison()
+    slow["methods"][0]["time"]["seconds"] = 1.0
+    assert "A step of this network" not in page(slow)
+    slow["methods"][0]["time"] = slow["methods"][1]["time"] = None
+    assert "A step of this network" not in page(slow)
+
+
+def test_every_cell_of_the_summary_carries_the_name_of_its_column(text):
+    """On a phone each method is a card, and the head of the table is not shown."""
+    cells = [c for c in ElementTree.fromstring(text).iter("td") if c.get("data-column")]
+    names = [column.heading.replace("\n", " ") for column in columns(comparison())[1:]]
+    assert [c.get("data-column") for c in cells] == names * len(rows(comparison()))

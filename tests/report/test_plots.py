@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 
@@ -57,18 +58,42 @@ def test_bars_have_values_names_and_whiskers():
     assert [patch.get_width() for patch in axis.patches] == [2.0, 3.0]
     (whisker,) = axis.containers[1].lines[2]
     assert whisker.get_segments()[0].tolist() == [[2.5, 1.0], [3.25, 1.0]]
-    right = axis.figure.axes[1]
-    assert [t.get_text() for t in (*axis.get_yticklabels(), *right.get_yticklabels())] == ["a", "b", "2 s", "3 s"]
+    assert [t.get_text() for t in axis.texts] == ["a", "2 s", "b", "3 s"]
+    assert axis.get_xlim() == (0, 3.25)  # the longest bar, with its whisker, fills the axis
 
 
 @pytest.mark.parametrize("name", ["a", "mimicnorm+residual=linear", "x" * 60])
 def test_names_and_texts_of_bars_are_inside_the_picture(name):
-    figure, axis = drawn(lambda axis: bars(axis, [Bar(0, name, 2.0, "1.132 [0.922, 1.360]", 1.5, 3.0)]), 0.7)
-    (shown,), (text,) = (a.get_yticklabels() for a in figure.axes)
+    figure, axis = drawn(lambda axis: bars(axis, [Bar(0, name, 2.0, "1.132 [0.922, 1.360]", 1.5, 3.0)]), 0.6)
+    shown, text = axis.texts
     assert shown.get_window_extent().x0 >= 0
-    assert text.get_window_extent().x1 <= figure.bbox.x1
-    assert axis.get_window_extent().width > 60
+    assert max(t.get_window_extent().x1 for t in (shown, text)) <= figure.bbox.x1
+    assert axis.get_window_extent().width > 0.4 * figure.bbox.width
     assert shown.get_text() == name or shown.get_text().endswith("…")
+
+
+@pytest.mark.parametrize("ends", [(0.5, 0.5, 0.5), (0.1, 0.9, 0.11), (0.0, 0.001, 0.002)])
+def test_lines_are_named_at_their_ends_and_names_do_not_overlap(ends):
+    labels = ("batchnorm", "mimicnorm", "mimicnorm+residual=linear")
+    histories = [[{"epoch": 1, "top1": 0.0}, {"epoch": 2, "top1": end}] for end in ends]
+    methods = [
+        {"label": label, "runs": [{"history": history, "status": "done"}]}
+        for label, history in zip(labels, histories, strict=True)
+    ]
+    figure, axis = drawn(lambda axis: curves(axis, methods, "top1"))
+    assert [t.get_text() for t in axis.texts] == ["batchnorm", "mimicnorm", "+residual=linear"]
+    boxes = sorted((t.get_window_extent() for t in axis.texts), key=lambda box: box.y0)
+    assert all(below.y0 < above.y0 and below.y1 <= above.y0 + 2 for below, above in itertools.pairwise(boxes))
+    assert all(0 <= box.x0 <= box.x1 <= figure.bbox.x1 for box in boxes)
+    assert [t.get_color() for t in axis.texts] == [line.get_color() for line in axis.lines]
+
+
+def test_a_line_that_ends_early_is_named_where_it_ends():
+    _, axis = drawn(lambda axis: curves(axis, comparison()["methods"], "top1", 100))
+    named = {t.get_text(): t.xy for t in axis.texts}
+    assert named["nonorm"] == (1, pytest.approx(20.0))
+    assert named["batchnorm"][0] == 3
+    assert "fixup" not in named  # no run, no line
 
 
 def test_texts_are_escaped_and_colours_are_those_of_the_page():

@@ -370,3 +370,19 @@ def test_how_often_a_network_runs(kind: str):
     report = mn.convert_(Counted(net()), mn.MimicNorm(min_fan_in=1), example=IMAGE)
     assert report.init == ("theory" if kind == "ReLU" else "calibrate")
     assert Counted.passes == most
+
+
+def test_a_network_that_was_defined_by_exec_is_converted():
+    """Its functions belong to no module: ``__module__`` is None, as in notebooks and generated code."""
+    namespace = {"nn": nn}
+    exec(
+        "class Net(nn.Module):\n"
+        "    def __init__(self):\n"
+        "        nn.Module.__init__(self)\n"
+        "        self.conv, self.norm, self.fc = nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4)\n"
+        "    def forward(self, x):\n"
+        "        return self.fc(self.norm(self.conv(x)).relu().mean((2, 3)))\n",
+        namespace,
+    )
+    assert namespace["Net"].forward.__module__ is None
+    assert mn.plan(namespace["Net"](), mn.MimicNorm(), example=(2, 8, 6, 6)).ok

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mimicnorm.memory.units import format_bytes
 from mimicnorm.methods import METHODS
+from mimicnorm.report.conclusion import about_time, conclusions
 from mimicnorm.report.plots import COLOURS, Bar, bars, curves, element, points_of
 from mimicnorm.report.summary import about_memory, columns, evaluated_on, interval, rounds, rows, title
 from mimicnorm.surgery.plan import count
@@ -31,6 +32,8 @@ def page(data: dict[str, Any]) -> str:
         data,
         colours=COLOURS,
         title=title(data),
+        conclusions=conclusions(data),
+        about_time=about_time(data),
         columns=columns(data),
         images=evaluated_on(data),
         rows=rows(data),
@@ -68,11 +71,11 @@ def _scalar_rates(data: dict[str, Any]) -> list[tuple[str, float]]:
 def _curve(methods: list[dict[str, Any]], quantity: str, factor: float) -> str:
     if not any(points_of(run, quantity) for m in methods for run in m["runs"]):
         return ""
-    return element(lambda axis: curves(axis, methods, quantity, factor), 3.4)
+    return element(lambda axis: curves(axis, methods, quantity, factor), 3.0)
 
 
 def _bars(items: list[Bar]) -> str:
-    return element(lambda axis: bars(axis, items), 0.3 + 0.4 * len(items)) if items else ""
+    return element(lambda axis: bars(axis, items), 0.1 + 0.5 * len(items)) if items else ""
 
 
 def _memory_bars(methods: list[dict[str, Any]], quantity: str) -> list[Bar]:

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 COLOURS = 9
-WIDTH = 5.5  # inches
+WIDTH = 4.4  # inches
 LONGEST_NAME = 25
+SPACING = 0.075  # of the names at the ends of lines, as a fraction of the height
 
 # Placeholders: `element` replaces them by the style sheet's variables, which differ in light and dark.
 INK, RULE = "#010101", "#010102"
@@ -49,13 +50,14 @@ def element(draw: Callable[[Axes], None], height: float) -> str:
 
 
 def curves(axis: Axes, methods: Sequence[dict[str, Any]], quantity: str, factor: float = 1.0) -> None:
-    """Draw a quantity by epoch: every run thin, the mean over runs thick, a cross where a run diverged.
+    """Draw a quantity by epoch: every run thin, the mean over runs thick and named at its end.
 
-    The scale is logarithmic if values differ by more than a factor of 20.
+    A cross marks where a run diverged. The scale is logarithmic if values differ by more than a factor of 20.
     """
     from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter
 
     drawn: list[float] = []
+    ends: list[tuple[int, float, str, str]] = []
     for number, method in enumerate(methods):
         colour = f"#01020{number % COLOURS}"
         by_epoch: dict[int, list[float]] = {}
@@ -71,6 +73,8 @@ def curves(axis: Axes, methods: Sequence[dict[str, Any]], quantity: str, factor:
                 axis.plot(epochs[-1:], values[-1:], "x", markersize=9, markeredgewidth=2, color=colour)
         means = {epoch: sum(values) / len(values) for epoch, values in sorted(by_epoch.items())}
         axis.plot([*means], [*means.values()], "o-", linewidth=1.8, markersize=3, label=method["label"], color=colour)
+        if means:
+            ends.append((*list(means.items())[-1], method["label"], colour))
     low, high = min(drawn), max(drawn)
     if low > 0 and high > 20 * low:
         axis.set_yscale("log")
@@ -81,6 +85,33 @@ def curves(axis: Axes, methods: Sequence[dict[str, Any]], quantity: str, factor:
     axis.set_xlabel("epoch", color=INK, fontsize=11)
     axis.grid(axis="y", color=RULE)
     axis.spines[:].set_visible(False)
+    _name_ends(axis, ends)
+
+
+def _name_ends(axis: Axes, ends: Sequence[tuple[int, float, str, str]]) -> None:
+    """Write the name of each line at its end; those at the right edge one below the other, however close they end."""
+    last = max(epoch for epoch, *_ in ends)
+    names = {name for _, _, name, _ in ends}
+    axis.set_ylim(axis.get_ylim())  # the heights below depend on the limits
+    heights = [axis.transAxes.inverted().transform(axis.transData.transform((x, y)))[1] for x, y, *_ in ends]
+    at_edge = sorted((n for n, end in enumerate(ends) if end[0] == last), key=lambda n: -heights[n])
+    free = 1.0  # above it, the edge is taken
+    for place, number in enumerate(at_edge):
+        heights[number] = max(min(heights[number], free), SPACING * (len(at_edge) - 1 - place))
+        free = heights[number] - SPACING
+    for number, (epoch, value, name, colour) in enumerate(ends):
+        base, plus, setting = name.partition("+")  # a setting alone, where the method stands beside it
+        text = _shortened(plus + setting if setting and base in names else name)
+        place, of = ((1.01, heights[number]), "axes fraction") if number in at_edge else ((8, 0), "offset points")
+        axis.annotate(text, (epoch, value), place, textcoords=of, va="center", color=colour, fontsize=9.5)
+
+
+def _shortened(name: str, longest: int = LONGEST_NAME) -> str:
+    return _escaped(name if len(name) <= longest else name[: longest - 1] + "…")
+
+
+def _escaped(text: str) -> str:
+    return text.replace("$", r"\$")  # not a formula
 
 
 def points_of(run: dict[str, Any], quantity: str) -> list[tuple[int, float]]:
@@ -90,17 +121,17 @@ def points_of(run: dict[str, Any], quantity: str) -> list[tuple[int, float]]:
 
 
 def bars(axis: Axes, items: Sequence[Bar]) -> None:
-    """Draw horizontal bars from zero, names on the left and values as text on the right."""
+    """Draw horizontal bars from zero over the whole width, each under its name, its value as text at its end."""
     rows = range(len(items))
-    axis.barh(rows, [b.value for b in items], 0.7, color=[f"#01020{b.number % COLOURS}" for b in items])
+    axis.barh(rows, [b.value for b in items], 0.42, color=[f"#01020{b.number % COLOURS}" for b in items])
+    longest = max(max(b.value, b.high or 0) for b in items)
+    axis.set(ylim=(len(items) - 0.7, -0.75), xlim=(0, longest), xticks=[], yticks=[])
+    axis.spines[:].set_visible(False)
     for row, b in zip(rows, items, strict=True):
         if b.low is not None and b.high is not None:
             axis.errorbar((b.low + b.high) / 2, row, xerr=(b.high - b.low) / 2, color=INK, capsize=3, linewidth=1)
-    axis.set(ylim=(len(items) - 0.5, -0.5), xlim=(0, None), xticks=[])
-    names = [b.name if len(b.name) <= LONGEST_NAME else b.name[: LONGEST_NAME - 1] + "…" for b in items]
-    values = axis.twinx()
-    values.set_ylim(axis.get_ylim())
-    values.tick_params(colors=INK, length=0, labelsize=11)
-    for side, texts in ((axis, names), (values, [b.text for b in items])):
-        side.set_yticks(rows, texts, parse_math=False)
-        side.spines[:].set_visible(False)
+        axis.text(0, row - 0.3, _shortened(b.name, 40), va="bottom", color=INK, fontsize=11)
+        end = max(b.value, b.high or 0)
+        axis.annotate(
+            _escaped(b.text), (end, row), (6, 0), textcoords="offset points", va="center", color=INK, fontsize=11
+        )

@@ -95,7 +95,7 @@ def _called(module: nn.Module, function: Any) -> list[FunctionType]:
         f = waiting.pop()
         f = f.fget if isinstance(f, property) else getattr(f, "__func__", f)
         f = inspect.unwrap(f) if callable(f) else f
-        if isinstance(f, FunctionType) and f not in functions and not f.__module__.startswith("torch."):
+        if isinstance(f, FunctionType) and f not in functions and not (f.__module__ or "").startswith("torch."):
             functions.append(f)
             waiting += [inspect.getattr_static(module, n, f.__globals__.get(n)) for n in _names(f.__code__)]
     return functions
