@@ -9,6 +9,7 @@ and evaluated; only ``test`` and ``mnist`` read the test set. Run the parts in t
     wider    one more rate where the first or the last of them was best; the best of all is used below
     scale    the logit scale on and off, 10,000 images, three seeds
     first    narrow layers centred (min_fan_in=16) or not (the authors' 50), 10,000 images, three seeds
+    longer   the same on 20,000 images, one seed
     wide     the same at twice the width, one seed
     factors  warm-up, residual rule, scalars, weight decay, AdamW: one change each, 10,000 images with 20 classes
     test     BatchNorm, MimicNorm and others at their best rates, 20,000 images, test set, three seeds
@@ -20,18 +21,23 @@ Runs are cached in ``results/runs``; the summary is ``results/accuracy.json``.
 from __future__ import annotations
 
 import argparse
+import statistics
 from typing import Any
 
 import torch
-from provenance import provenance, save
+from provenance import ROOT, provenance, save
 from runs import available, trained
 
+from mimicnorm.pictures import canvas
+from mimicnorm.pictures import save as save_picture
 from mimicnorm.training import recipe
 from mimicnorm.training.recipes import Recipe
 
 COMMON: dict[str, Any] = {"limit": 20_000, "epochs": 5, "schedule": "linear", "warmup": 0.1, "precision": "bf16"}
 HELD_OUT = {"validation": 0.1}
 HALF = {"limit": 10_000}
+NAMES = {"batchnorm": "BatchNorm", "mimicnorm": "MimicNorm"}
+LABELS = {"fine": "100 classes", "coarse": "20 classes"}
 SETS = {"fine": "cifar100", "coarse": "cifar100-coarse"}
 RATES = (0.1, 0.2, 0.4)
 SEEDS = (0, 1, 2)
@@ -93,6 +99,14 @@ def first() -> dict[str, Recipe]:
     return _over_seeds({"min_fan_in=16": MIMICNORM, "min_fan_in=50": AUTHORS_LAYERS})
 
 
+def longer() -> dict[str, Recipe]:
+    return {
+        f"{data}, 20,000 images, {name}": run(data, "mimicnorm", best_rate(data, "mimicnorm"), settings=settings)
+        for data in SETS
+        for name, settings in {"min_fan_in=16": MIMICNORM, "min_fan_in=50": AUTHORS_LAYERS}.items()
+    }
+
+
 def wide() -> dict[str, Recipe]:
     ways = {"min_fan_in=16": MIMICNORM, "min_fan_in=50": AUTHORS_LAYERS}
     half: dict[str, Any] = {"width": 0.5, **HALF}
@@ -142,7 +156,7 @@ def mnist() -> dict[str, Recipe]:
     }
 
 
-PARTS = {part.__name__: part for part in (rates, wider, scale, first, wide, factors, test, mnist)}
+PARTS = {part.__name__: part for part in (rates, wider, scale, first, longer, wide, factors, test, mnist)}
 
 
 def summary() -> dict[str, dict[str, Any]]:
@@ -157,6 +171,27 @@ def summary() -> dict[str, dict[str, Any]]:
     return parts
 
 
+def figure() -> None:
+    """Draw accuracy by epoch on the test set: a thin line per seed, a thick one for their mean."""
+    panels, axes = canvas(1, 2, 8.6, 3.2)
+    runs = available(test())
+    for axis, data in zip(axes, SETS, strict=True):
+        for method, colour in (("batchnorm", "#1f5fae"), ("mimicnorm", "#c4411a")):
+            labels = [f"{data}, {method}, seed {seed}" for seed in SEEDS]
+            curves = [[100 * line["top1"] for line in runs[name]["history"]] for name in labels if name in runs]
+            for curve in curves:
+                axis.plot(range(1, len(curve) + 1), curve, color=colour, linewidth=0.8, alpha=0.45)
+            means = [statistics.mean(epoch) for epoch in zip(*curves, strict=True)]
+            if means:
+                epochs = range(1, len(means) + 1)
+                axis.plot(epochs, means, "o-", color=colour, markersize=3, label=NAMES[method])
+        axis.set_title(f"{LABELS[data]}: accuracy on the test set, %", fontsize=10)
+        axis.set_xlabel("epoch")
+        axis.set_xticks(range(1, COMMON["epochs"] + 1))
+    axes[0].legend(frameon=False)
+    save_picture(panels, ROOT / "docs" / "figures" / "accuracy.png")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("parts", nargs="*", choices=list(PARTS))
@@ -167,6 +202,8 @@ def main() -> None:
     for part in options.parts:
         trained(PARTS[part](), options.data_dir, options.jobs)
     print(save("accuracy", {**provenance(**COMMON), "parts": summary()}))
+    if "test" in options.parts:
+        figure()
 
 
 if __name__ == "__main__":

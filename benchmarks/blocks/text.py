@@ -76,3 +76,9 @@ def worst(rows: Iterable[dict], dtype: str) -> str:
 def cell_name(cell: str) -> str:
     name, batch, pixels, *layout = cell.split("-")
     return f"{named(name)}, {batch}, {pixels} px{''.join(f', {kind}' for kind in layout)}"
+
+
+def top1_by_seed(labels: str, method: str) -> list[float]:
+    """Accuracies on the test set, of ``benchmarks/accuracy.py test``."""
+    runs = load("accuracy")["parts"]["test"]
+    return [row["top1"] for label, row in runs.items() if label.startswith(f"{labels}, {method}, ")]

@@ -1,4 +1,4 @@
-"""docs/cifar100.md, docs/speed.md and docs/start.md."""
+"""docs/accuracy.md (`mimicnorm compare`), docs/speed.md and docs/start.md."""
 
 from __future__ import annotations
 
@@ -27,18 +27,6 @@ def compared_resnet18() -> str:
 
 def compared_vgg11() -> str:
     return _compared("vgg11")
-
-
-def start() -> str:
-    rows = []
-    for row in load("training-start")["rows"]:
-        changes = ", ".join(f"{k}={v}" if k != "settings" else v[0] for k, v in row["changes"].items())
-        variance = (row["last_norm_variance"] or {}).get("median")
-        shown = "" if variance is None else f"{variance:.0f}" if variance < 1e4 else f"{variance:.0e}"
-        rows.append(
-            (f"`{row['method']}`", changes or "-", f"{100 * row['top1']:.1f}", f"{row['train_loss']:.2f}", shown)
-        )
-    return table("method | changed | accuracy, % | training loss | variance of the logits", rows, left=2)
 
 
 def speed() -> str:

@@ -147,8 +147,7 @@ def title(data: dict[str, Any]) -> str:
 
 
 def _name(m: dict[str, Any]) -> str:
-    note = f"\n({m['note'].partition(' ')[0]})" if m.get("note") else ""
-    return m["label"].replace("+", "\n+") + note
+    return m["label"].replace("+", "\n+")
 
 
 def _accuracy(m: dict[str, Any]) -> str:

@@ -1,0 +1,113 @@
+"""docs/accuracy.md."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable
+
+from blocks.text import load, named, table
+from mimicnorm.compare.intervals import difference
+
+_LABELS = {"fine": "100 classes", "coarse": "20 classes", "mnist": "MNIST"}
+
+
+def _part(name: str) -> dict[tuple[str, ...], dict]:
+    """The runs of a part, by the words of their labels."""
+    parts = load("accuracy")["parts"]
+    return {tuple(label.split(", ")): row for label, row in parts.get(name, {}).items()}
+
+
+def _percent(values: Iterable[float | None]) -> str:
+    """Mean and standard deviation in percent; a run that diverged has no accuracy."""
+    known = [100 * v for v in values if v is not None]
+    spread = f" ± {statistics.stdev(known):.1f}" if len(known) > 1 else ""
+    return f"{statistics.mean(known):.1f}{spread}" if known else "diverged"
+
+
+def _mean(rows: list[dict], key: str) -> str:
+    known = [r[key] for r in rows if r[key] is not None]
+    return f"{statistics.mean(known):.3f}" if known else "-"
+
+
+def _cells(rows: list[dict]) -> tuple[str, ...]:
+    return _percent(r["top1"] for r in rows), *(
+        _mean(rows, k) for k in ("test_loss", "confidence", "calibration_error")
+    )
+
+
+def accuracy_rates() -> str:
+    runs = _part("rates") | _part("wider")
+    rates = sorted({float(rate) for _, _, rate in runs})
+    lines = []
+    for data, method in dict.fromkeys((data, method) for data, method, _ in runs):
+        at = {float(rate): r["top1"] for (d, m, rate), r in runs.items() if (d, m) == (data, method)}
+        cells = [_percent([at[rate]]) if rate in at else "" for rate in rates]
+        lines.append((_LABELS[data], named(method), *cells))
+    return table(" | ".join(("labels", "method", *(f"{rate:g}" for rate in rates))), lines, left=2)
+
+
+def accuracy_test() -> str:
+    runs = _part("test") | _part("mnist")
+    lines = []
+    for data, method in dict.fromkeys((data, method) for data, method, _ in runs):
+        rows = [r for (d, m, _), r in runs.items() if (d, m) == (data, method)]
+        base = [100 * r["top1"] for (d, m, _), r in runs.items() if (d, m) == (data, "batchnorm")]
+        gap = difference([100 * r["top1"] for r in rows], base) if method != "batchnorm" and len(rows) > 1 else None
+        against = "" if gap is None else f"{gap.value:+.1f} [{gap.low:+.1f}, {gap.high:+.1f}]"
+        lines.append((_LABELS[data], named(method), f"{rows[0]['lr']:g}", len(rows), *_cells(rows), against))
+    head = "labels | method | learning rate | seeds | accuracy, % | cross entropy | confidence | calibration error"
+    return table(f"{head} | against BatchNorm, points", lines, left=2)
+
+
+def _two_ways(part: str, names: dict[str, str]) -> str:
+    runs = _part(part)
+    lines = []
+    for data, way in dict.fromkeys((data, way) for data, way, _ in runs):
+        rows = [r for (d, w, _), r in runs.items() if (d, w) == (data, way)]
+        lines.append((_LABELS[data], names.get(way, f"`{way}`"), len(rows), *_cells(rows)))
+    head = "labels | MimicNorm with | seeds | accuracy, % | cross entropy | confidence | calibration error"
+    return table(head, lines, left=2)
+
+
+def accuracy_scale() -> str:
+    return _two_ways("scale", {"scaled": "a logit scale", "unscaled": "none (the paper)"})
+
+
+def accuracy_first() -> str:
+    return _two_ways("first", {})
+
+
+def accuracy_larger() -> str:
+    runs = _part("longer") | _part("wide")
+    rows = [(_LABELS[data], ",".join(size), f"`{way}`", *_cells([r])) for (data, *size, way), r in runs.items()]
+    head = "labels | size | MimicNorm with | accuracy, % | cross entropy | confidence | calibration error"
+    return table(head, rows, left=3)
+
+
+def accuracy_factors() -> str:
+    rows = [(", ".join(label[1:]), *_cells([r])) for label, r in _part("factors").items()]
+    return table("changed | accuracy, % | cross entropy | confidence | calibration error", rows)
+
+
+def accuracy_layers() -> str:
+    methods = load("layer-rates")["methods"]
+    changes = {m: row["relative_change_by_epoch"] for m, row in methods.items()}
+    lines = []
+    for layer in changes["mimicnorm"]:
+        cells = [f"{1000 * changes[m][layer][e]:.1f}" for m in changes for e in (0, 2, 4)]
+        lines.append((f"`{layer}`", *cells))
+    return table(" | ".join(("layer", *(f"{named(m)}, epoch {e}" for m in changes for e in (1, 3, 5)))), lines)
+
+
+def segmentation() -> str:
+    rows = [r for r in load("segmentation")["rows"] if r["images"] == "test"]
+    lines = []
+    for method in dict.fromkeys(r["method"] for r in rows):
+        own = [r for r in rows if r["method"] == method]
+        ious = [r["object_iou"] for r in own]
+        scales = [r["logit_scale"] for r in own if r["logit_scale"] is not None]
+        numbers = (f"{statistics.mean(r[k] for r in own):.3f}" for k in ("cross_entropy", "confidence", "accuracy"))
+        scale = f"{statistics.mean(scales):.1f}" if scales else ""
+        spread = f"{statistics.mean(ious):.3f} ± {statistics.stdev(ious):.3f}"
+        lines.append((named(method), f"{own[0]['lr']:g}", spread, *numbers, scale))
+    return table("method | learning rate | object IoU | cross entropy | confidence | pixels right | logit scale", lines)
