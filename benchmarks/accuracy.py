@@ -130,10 +130,12 @@ def factors() -> dict[str, Recipe]:
         "weight decay 2e-4": {"weight_decay": 2e-4},
         "AdamW, 0.002": {"optimizer": "adamw", "lr": 2e-3, "weight_decay": 0.05},
     }
-    rate = best_rate("coarse", "mimicnorm")
+    rates = {method: best_rate("coarse", method) for method in NAMES}
+    cells = [("mimicnorm", name) for name in tried]
+    cells += [("batchnorm", name) for name in ("as it is", "warm-up 0.3", "AdamW, 0.002")]
     return {
-        f"coarse, {name}": run("coarse", "mimicnorm", **{"lr": rate, **HALF, **changes})
-        for name, changes in tried.items()
+        f"{method}, {name}": run("coarse", method, **{"lr": rates[method], **HALF, **tried[name]})
+        for method, name in cells
     }
 
 

@@ -85,8 +85,8 @@ def accuracy_larger() -> str:
 
 
 def accuracy_factors() -> str:
-    rows = [(", ".join(label[1:]), *_cells([r])) for label, r in _part("factors").items()]
-    return table("changed | accuracy, % | cross entropy | confidence | calibration error", rows)
+    rows = [(named(method), ", ".join(changed), *_cells([r])) for (method, *changed), r in _part("factors").items()]
+    return table("method | changed | accuracy, % | cross entropy | confidence | calibration error", rows, left=2)
 
 
 def accuracy_layers() -> str:
