@@ -202,20 +202,20 @@ def dense(classes: int) -> Heads:
 
 
 LOGIT_SCALES = {
-    "few classes": (Heads(lambda m, x, y: m.fc(pooled(y)), fc=nn.Linear(8, 79)), True),
-    "many classes": (Heads(lambda m, x, y: m.fc(pooled(y)), fc=nn.Linear(8, 80)), False),
-    "pixels": (dense(100), True),
-    "tokens": (Heads(lambda m, x, y: m.fc(y.flatten(2).mT), fc=nn.Linear(8, 100)), True),
-    "pixels that are averaged": (Heads(lambda m, x, y: pooled(m.out(y)), out=nn.Conv2d(8, 100, 1)), False),
+    "few classes": (Heads(lambda m, x, y: m.fc(pooled(y)), fc=nn.Linear(8, 139)), True),
+    "many classes": (Heads(lambda m, x, y: m.fc(pooled(y)), fc=nn.Linear(8, 140)), False),
+    "pixels": (dense(200), True),
+    "tokens": (Heads(lambda m, x, y: m.fc(y.flatten(2).mT), fc=nn.Linear(8, 200)), True),
+    "pixels that are averaged": (Heads(lambda m, x, y: pooled(m.out(y)), out=nn.Conv2d(8, 200, 1)), False),
     "a convolution of one pixel": (
-        Heads(lambda m, x, y: m.out(F.adaptive_avg_pool2d(y, 1)), out=nn.Conv2d(8, 100, 1)),
+        Heads(lambda m, x, y: m.out(F.adaptive_avg_pool2d(y, 1)), out=nn.Conv2d(8, 200, 1)),
         False,
     ),
     "two heads side by side": (
         Heads(
             lambda m, x, y: torch.cat([m.fc(pooled(y)), m.aux(pooled(y))], 1),
-            fc=nn.Linear(8, 100),
-            aux=nn.Linear(8, 100),
+            fc=nn.Linear(8, 200),
+            aux=nn.Linear(8, 200),
         ),
         False,
     ),

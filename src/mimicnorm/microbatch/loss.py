@@ -21,7 +21,7 @@ class LastNormCrossEntropy(nn.CrossEntropyLoss):
         num_classes: The number of logits per sample.
         eps: Of the LastNorm.
         momentum: Of the LastNorm.
-        logit_scale: Of the LastNorm; "auto" is on below 80 classes, as in ``MimicNorm`` (give True where a sample has
+        logit_scale: Of the LastNorm; "auto" is on below 140 classes, as in ``MimicNorm`` (give True where a sample has
             many predictions). It is a parameter of the loss, which the optimizer needs, too:
             ``mimicnorm.param_groups(model, loss_fn, weight_decay=...)``.
         **cross_entropy: As for ``nn.CrossEntropyLoss``: weight, ignore_index, reduction, label_smoothing.
