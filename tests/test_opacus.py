@@ -146,7 +146,7 @@ def test_refusals_name_the_module():
     with pytest.raises(mn.MimicNormError, match=r"^8\.last_norm: normalises"):
         prepare_(model)
 
-    with pytest.raises(mn.MimicNormError, match="^1: Opacus computes its gradients as if padded with zeros.*reflect"):
+    with pytest.raises(mn.MimicNormError, match=r"^1: Opacus computes its gradients as if padded with zeros.*reflect"):
         prepare_(nn.Sequential(nn.ReLU(), nn.Conv2d(3, 4, 3, padding=1, padding_mode="reflect")))
 
 

@@ -52,8 +52,8 @@ def prepare_(model: nn.Module) -> None:
 def _refuse(name: str, module: Any) -> None:
     if isinstance(module, _BatchNorm) and module.training:
         raise MimicNormError(
-            f"{name}: normalises over the batch, so no sample has a gradient of its own. Convert the whole network with "
-            "MimicNorm(last_norm=False)"
+            f"{name}: normalises over the batch, so no sample has a gradient of its own. Convert the whole network "
+            "with MimicNorm(last_norm=False)"
         )
     if type(module) in CONVOLUTIONS and module.padding_mode != "zeros" and module.weight.requires_grad:
         raise MimicNormError(
