@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from sklearn.datasets import load_digits
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import TensorDataset
 
 

@@ -2,8 +2,8 @@
 
 python examples/lightning_microbatch.py --epochs 5
 
-Lightning's ``accumulate_grad_batches`` would normalise the logits of each small batch by themselves. Manual optimisation
-leaves the backward pass to ``mn.microbatch.backward``.
+Lightning's ``accumulate_grad_batches`` would normalise the logits of each small batch by themselves. With manual
+optimisation ``mn.microbatch.backward`` does the backward pass.
 """
 
 from __future__ import annotations
