@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test check clean
+.PHONY: demo test examples package check clean
 
 demo: $(STAMP)
 	$(BIN)/mimicnorm compare --out runs/demo
@@ -12,6 +12,12 @@ demo: $(STAMP)
 test: $(STAMP) check
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests src
 	$(BIN)/python -m pytest README.md docs   # a page's examples build on each other: one process
+
+examples: $(STAMP)   # part of make test, too
+	$(BIN)/python -m pytest -n 2 tests/examples
+
+package: $(STAMP)
+	.ci/package $(abspath $(BIN))/python
 
 check: $(STAMP)
 	$(BIN)/ruff check .

@@ -26,6 +26,7 @@ PAGES = (
     "docs/keep.md",
     "docs/results.md",
     "docs/architecture.md",
+    "examples/README.md",
 )
 MIB, GIB = 2**20, 2**30
 NAMES = {
@@ -732,9 +733,40 @@ def paper() -> str:
     return text.split("\n\n", 2)[2].strip()  # the title and what it is about are on the page
 
 
+# -- examples/README.md ------------------------------------------------------------------------------------------
+
+
+def opacus_cost() -> str:
+    rows = load("opacus")["costs"]
+    first = {r["network"]: r for r in reversed(rows)}  # GroupNorm, which the others are compared with
+
+    def ratio(r: dict) -> str:
+        time = r["ratio"]
+        return "1" if r is first[r["network"]] else f"{time['value']:.2f} [{time['low']:.2f}, {time['high']:.2f}]"
+
+    head = "network | method | saved MiB | peak MiB | time / GroupNorm"
+    return table(
+        head,
+        (
+            [r["network"], r["method"], f"{r['saved_bytes'] / MIB:.1f}", f"{r['peak_bytes'] / MIB:.1f}", ratio(r)]
+            for r in rows
+        ),
+        left=2,
+    )
+
+
+def opacus_accuracy() -> str:
+    rows = load("opacus")["accuracy"]
+    seeds = [[f"{100 * a:.1f} %" for a in r["accuracy"]] for r in rows]
+    head = "method | learning rate | seed 0 | seed 1 | seed 2 | mean"
+    lines = [[r["method"], r["lr"], *s, f"{100 * r['mean']:.1f} %"] for r, s in zip(rows, seeds, strict=True)]
+    return table(head, lines)
+
+
 MAKERS: dict[str, Callable[[], str]] = {
     f.__name__: f
     for f in (
+        *(opacus_cost, opacus_accuracy),
         *(ratios, peak, prediction, inductor, alternatives),
         *(accumulation, time, exactness, rounding, training, memory, accuracy),
         *(compress_bytes, compress_exactness, compress_time, compress_accuracy),

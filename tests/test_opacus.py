@@ -138,6 +138,17 @@ def test_a_batch_without_samples():
     assert all(p.grad_sample.shape == (0, *p.shape) for p in model.parameters())
 
 
+def test_a_kept_network_is_refused_by_opacus_and_folds_to_plain_layers():
+    model = nets.plain()
+    model(torch.randn(9, 6, 8, 8))
+    mn.convert_(model, mn.MimicNorm(last_norm=False), example=(2, 6, 8, 8), init="keep")
+    prepare_(model)
+    with pytest.raises(NotImplementedError, match="buffers"):
+        GradSampleModule(model)
+    folded = mn.fold(model.eval()).double().train()
+    compare(folded, torch.randn(3, 6, 8, 8, dtype=torch.float64))
+
+
 def test_refusals_name_the_module():
     model = nets.plain()
     with pytest.raises(mn.MimicNormError, match=r"^1: normalises over the batch.*last_norm=False"):
