@@ -31,8 +31,8 @@ from mimicnorm.compare.timing import interleaved, summary
 from mimicnorm.memory.tracker import StorageTracker
 
 sys.path.insert(0, str(ROOT / "examples"))
-from digits import accuracy, digits  # noqa: E402
-from small_resnet import small_resnet  # noqa: E402
+from digits import accuracy, digits
+from small_resnet import small_resnet
 
 GROUP, MIMIC, UNPREPARED = "GroupNorm (Opacus' fixer)", "MimicNorm", "MimicNorm, without prepare_"
 NETWORKS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {

@@ -2,9 +2,9 @@
 
 Opacus looks samplers up by exact class. It knows none of the classes that a conversion makes, and runs each such layer
 again under ``vmap``: right, but slow, and an error where Poisson sampling draws no sample. Here are samplers for them.
-A layer applies ``s (W - mean W)``;
-Opacus' sampler of the plain layer gives each sample's gradient G of that weight, and centring is self-adjoint, so the
-gradient of W is ``s (G - mean G)`` and that of s is ``<G - mean G, W>``.
+
+A layer applies ``s (W - mean W)``. Opacus' sampler of the plain layer gives each sample's gradient G of that weight.
+Centring is self-adjoint, so the gradient of W is ``s (G - mean G)``, and that of s is ``<G - mean G, W>``.
 """
 
 from __future__ import annotations
