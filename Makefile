@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test site check clean
+.PHONY: demo test site examples package check clean
 
 demo: $(STAMP)
 	$(BIN)/mimicnorm compare --out runs/demo
@@ -15,6 +15,12 @@ test: $(STAMP) check
 
 site: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --site-dir site
+
+examples: $(STAMP)   # part of make test, too
+	$(BIN)/python -m pytest -n 2 tests/examples
+
+package: $(STAMP)
+	.ci/package $(abspath $(BIN))/python
 
 check: $(STAMP)
 	$(BIN)/ruff check .

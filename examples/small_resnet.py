@@ -27,10 +27,10 @@ class Block(nn.Module):
         return self.relu(self.bn2(self.conv2(y)) + skip)
 
 
-def small_resnet(num_classes: int = 10) -> nn.Module:
-    """Three stages for 32-pixel images."""
+def small_resnet(num_classes: int = 10, in_channels: int = 3) -> nn.Module:
+    """Three stages for images of 8 to 32 pixels."""
     return nn.Sequential(
-        nn.Conv2d(3, 16, 3, padding=1, bias=False),
+        nn.Conv2d(in_channels, 16, 3, padding=1, bias=False),
         nn.BatchNorm2d(16),
         nn.ReLU(inplace=True),
         Block(16, 16),

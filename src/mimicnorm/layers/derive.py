@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 from torch.nn import Parameter
 
+from mimicnorm.errors import MimicNormError
+
 
 class Derived:
     """Base of every mixin that ``derived_class`` combines with a user's class.
@@ -42,6 +44,13 @@ class Derived:
             mixins.append(base.mixin)
             base = base.base
         return _blank, (mixins, base), self.__getstate__()
+
+    def __prepare_scriptable__(self) -> None:
+        """Refuse ``torch.jit.script``, which calls this for every module first."""
+        raise MimicNormError(
+            f"torch.jit.script cannot compile {type(self).__name__}, a layer of a converted network: script the plain "
+            "layers that mimicnorm.fold(model.eval()) gives, or use torch.jit.trace"
+        )
 
 
 @functools.cache

@@ -4,8 +4,8 @@ Any weight of the form ``scale * W`` or ``scale * (W - mean W)``, per output cha
 1 / std W), the scalar of a residual branch, a gain. A weight that is centred already may be applied as it is, with only
 its gradient centred (``centring="backward"``). The made weight is not saved. In eager mode one autograd function
 saves the layer's input, its parameters and a sum per output channel, and makes the weight again in the backward pass.
-While compiling, a checkpoint tells the partitioner the same. While exporting, inside functorch transforms and with
-dual numbers the plain expression runs.
+While compiling, a checkpoint tells the partitioner the same. While exporting or tracing, inside functorch transforms
+and with dual numbers the plain expression runs.
 """
 
 from __future__ import annotations
@@ -287,10 +287,11 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 
 
 def wants_plain_expression() -> bool:
-    """Whether an autograd function is out of place: exporting, functorch, dual numbers (it has no jvp)."""
+    """Whether an autograd function is out of place: exporting, tracing, functorch, dual numbers (it has no jvp)."""
     is_exporting = getattr(torch.compiler, "is_exporting", None)  # from torch 2.7 on
     return (
         (is_exporting is not None and is_exporting())
+        or torch.jit.is_tracing()
         or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )

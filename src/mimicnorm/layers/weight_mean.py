@@ -35,7 +35,8 @@ class GradientCentred(Reweighted):
         if self.centring == "forward" or self.residual_scale is not None:
             return None
         weight = self.weight
-        if self.centring == "backward" and weight.requires_grad and torch.is_grad_enabled():
+        differentiated = torch.is_grad_enabled() or torch.jit.is_tracing()  # a trace is checked without gradients
+        if self.centring == "backward" and weight.requires_grad and differentiated:
             # A computed weight (parametrization, functional_call) may be another tensor at the next access.
             if weight.numel() > LARGE or not weight.is_leaf:
                 return None

@@ -1,0 +1,5 @@
+"""Differentially private training with Opacus."""
+
+from mimicnorm.opacus.samplers import prepare_
+
+__all__ = ["prepare_"]
