@@ -16,10 +16,12 @@ import argparse
 import statistics
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from opacus import PrivacyEngine
+from opacus.grad_sample import GradSampleModule
 from opacus.validators import ModuleValidator
 from provenance import ROOT, provenance, save
 from torch import nn
@@ -60,23 +62,40 @@ def network(method: str, make: Callable[[], nn.Module], shape: tuple[int, ...]) 
     return model
 
 
+@contextmanager
+def unregistered() -> Iterator[None]:
+    """Opacus as it is without ``prepare_``, whose samplers are registered for the whole process."""
+    samplers = GradSampleModule.GRAD_SAMPLERS
+    ours = {cls: f for cls, f in samplers.items() if f.__module__ == mn.opacus.__name__}
+    for cls in ours:
+        del samplers[cls]
+    try:
+        yield
+    finally:
+        samplers.update(ours)
+
+
 class Step:
     """One private step on one batch."""
 
     def __init__(self, method: str, name: str):
+        self.prepared = method != UNPREPARED
         make, shape = NETWORKS[name]
         torch.manual_seed(0)
         self.images, self.labels = torch.randn(shape), torch.randint(10, shape[:1])
         model = network(method, make, shape)
-        self.model, self.optimizer, _ = PrivacyEngine(accountant="rdp").make_private(
-            module=model,
-            optimizer=torch.optim.SGD(model.parameters(), 0.1),
-            data_loader=DataLoader(TensorDataset(self.images, self.labels), len(self.images)),
-            noise_multiplier=1.0,
-            max_grad_norm=1.0,
-            poisson_sampling=False,
-            grad_sample_mode="functorch" if method == UNPREPARED else "hooks",
-        )
+        with self.samplers():
+            self.model, self.optimizer, _ = PrivacyEngine(accountant="rdp").make_private(
+                module=model,
+                optimizer=torch.optim.SGD(model.parameters(), 0.1),
+                data_loader=DataLoader(TensorDataset(self.images, self.labels), len(self.images)),
+                noise_multiplier=1.0,
+                max_grad_norm=1.0,
+                poisson_sampling=False,
+            )
+
+    def samplers(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.prepared else unregistered()
 
     def __call__(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -86,7 +105,8 @@ class Step:
         return cross_entropy(self.model(self.images), self.labels)
 
     def update(self, loss: torch.Tensor) -> None:
-        loss.backward()
+        with self.samplers():
+            loss.backward()
         self.optimizer.step()
 
     def bytes(self) -> dict[str, int]:
