@@ -14,6 +14,7 @@ and evaluated; only ``test`` and ``mnist`` read the test set. Run the parts in t
     factors  warm-up, residual rule, scalars, weight decay, AdamW: one change each, 10,000 images with 20 classes
     test     BatchNorm, MimicNorm and others at their best rates, 20,000 images, test set, three seeds
     mnist    BatchNorm and MimicNorm, three seeds, test set
+    summary  of the runs that are finished; trains nothing
 
 Runs are cached in ``results/runs``; the summary is ``results/accuracy.json``.
 """
@@ -196,16 +197,16 @@ def figure() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", choices=list(PARTS))
-    parser.add_argument("--data-dir", required=True)
+    parser.add_argument("parts", nargs="+", choices=[*PARTS, "summary"])
+    parser.add_argument("--data-dir")
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.jobs)  # one each: two threads of one run wait for each other on a busy machine
     for part in options.parts:
-        trained(PARTS[part](), options.data_dir, options.jobs)
+        if part != "summary":
+            trained(PARTS[part](), options.data_dir, options.jobs)
     print(save("accuracy", {**provenance(**COMMON), "parts": summary()}))
-    if "test" in options.parts:
-        figure()
+    figure()
 
 
 if __name__ == "__main__":
