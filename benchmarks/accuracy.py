@@ -10,7 +10,7 @@ and evaluated; only ``test`` and ``mnist`` read the test set. Run the parts in t
     scale    the logit scale on and off, 10,000 images, three seeds
     first    narrow layers centred (min_fan_in=16) or not (the authors' 50), 10,000 images, three seeds
     longer   the same on 20,000 images, one seed
-    wide     the same at twice the width, one seed
+    wide     ... and at twice the width
     factors  warm-up, residual rule, scalars, weight decay, AdamW: one change each, 10,000 images with 20 classes
     test     BatchNorm, MimicNorm and others at their best rates, 20,000 images, test set, three seeds
     mnist    BatchNorm and MimicNorm, three seeds, test set
@@ -110,9 +110,8 @@ def longer() -> dict[str, Recipe]:
 
 def wide() -> dict[str, Recipe]:
     ways = {"min_fan_in=16": MIMICNORM, "min_fan_in=50": AUTHORS_LAYERS}
-    half: dict[str, Any] = {"width": 0.5, **HALF}
     return {
-        f"{data}, width 0.5, {name}": run(data, "mimicnorm", best_rate(data, "mimicnorm"), settings=settings, **half)
+        f"{data}, width 0.5, {name}": run(data, "mimicnorm", best_rate(data, "mimicnorm"), settings=settings, width=0.5)
         for data in SETS
         for name, settings in ways.items()
     }

@@ -96,10 +96,11 @@ def evaluate(model: nn.Module, images: Tensor, labels: Tensor) -> dict[str, Any]
     right, guess = logits.softmax(1).max(1)
     ious = [((guess == c) & (labels == c)).sum() / ((guess == c) | (labels == c)).sum() for c in range(1, CLASSES)]
     scales = [float(p.detach()) for n, p in model.named_parameters() if n.endswith("logit_scale")]
+    diverged = not bool(logits.isfinite().all())
     return {
         "object_iou": round(float(torch.stack(ious).mean()), 4),
-        "cross_entropy": round(float(F.cross_entropy(logits, labels)), 4),
-        "confidence": round(float(right.mean()), 4),
+        "cross_entropy": None if diverged else round(float(F.cross_entropy(logits, labels)), 4),
+        "confidence": None if diverged else round(float(right.mean()), 4),
         "accuracy": round(float((guess == labels).float().mean()), 4),
         "logit_scale": round(scales[0], 2) if scales else None,
     }

@@ -104,10 +104,14 @@ def segmentation() -> str:
     lines = []
     for method in dict.fromkeys(r["method"] for r in rows):
         own = [r for r in rows if r["method"] == method]
-        ious = [r["object_iou"] for r in own]
-        scales = [r["logit_scale"] for r in own if r["logit_scale"] is not None]
-        numbers = (f"{statistics.mean(r[k] for r in own):.3f}" for k in ("cross_entropy", "confidence", "accuracy"))
+        done = [r for r in own if r["cross_entropy"] is not None]
+        ious = [r["object_iou"] for r in done]
+        scales = [r["logit_scale"] for r in done if r["logit_scale"] is not None]
+        numbers = (f"{statistics.mean(r[k] for r in done):.3f}" for k in ("cross_entropy", "confidence", "accuracy"))
         scale = f"{statistics.mean(scales):.1f}" if scales else ""
         spread = f"{statistics.mean(ious):.3f} ± {statistics.stdev(ious):.3f}"
-        lines.append((named(method), f"{own[0]['lr']:g}", spread, *numbers, scale))
-    return table("method | learning rate | object IoU | cross entropy | confidence | pixels right | logit scale", lines)
+        name, _, setting = method.partition(", ")
+        label = f"{named(name)}, `{setting}`" if setting else named(name)
+        lines.append((label, f"{own[0]['lr']:g}", len(own) - len(done), spread, *numbers, scale))
+    head = "method | learning rate | diverged | object IoU | cross entropy | confidence | pixels right | logit scale"
+    return table(head, lines)
