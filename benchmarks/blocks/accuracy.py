@@ -102,8 +102,8 @@ def accuracy_layers() -> str:
 def accuracy_lag() -> str:
     running, exact = load("layer-rates")["methods"]["mimicnorm"]["fp32_top1"].values()
     return prose(
-        f"With its running statistics the trained network is right on {100 * running:.1f} % of the images held out; with "
-        f"the mean and variance of its logits over all training images, on {100 * exact:.1f} %."
+        f"With its running statistics the trained network is right on {100 * running:.1f} % of the images held out; "
+        f"with the mean and variance of its logits over all training images, on {100 * exact:.1f} %."
     )
 
 
