@@ -18,7 +18,7 @@ TINY_STEP = 0.1
 
 
 def conclusions(data: dict[str, Any]) -> list[str]:
-    """Return one sentence per method but the first, those without any result left out.
+    """Return a sentence for each method except the first; methods without a result are left out.
 
     Example:
         >>> a = {"label": "a", "runs": [], "accuracy": None, "memory": {"saved_ratio": 1.0}, "time": None}
