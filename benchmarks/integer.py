@@ -6,7 +6,7 @@ digits    four networks on scikit-learn's digits, each in integers and in fp32 u
 cifar100  VGG-11 and ResNet-18 at a quarter of the width, ten epochs on 8,000 images, in integers and in fp32
 ablation  ResNet-18 of that recipe, seed 0: nearest rounding, 8-bit masters, no weight mean, no last BN, neither
 matmul    one product of a 3 x 3 convolution, int8 against fp32, by width
-step      a whole step of ResNet-18, by width, and the share of matrix products in it
+step      a whole step of ResNet-18, by width, requantisation compiled or not, and the share of matrix products in it
 bytes     what a step saves for backward, holds as state, and moves
 
 Runs are folders of the training loop (``--runs``), so each part goes on where it was interrupted.
@@ -32,14 +32,15 @@ import mimicnorm as mn
 from mimicnorm import models
 from mimicnorm.compare.timing import summary
 from mimicnorm.integer import Trainer, convolve, run
-from mimicnorm.integer.layers import Block, Pass
+from mimicnorm.integer.formats import Block
 from mimicnorm.integer.matmul import matmul as product
+from mimicnorm.integer.operation import Pass
 from mimicnorm.training import Recipe, recipe, train
 
 EIGHTHS = {"momentum": 0.875}  # what integers have; fp32 gets the same
 DIGITS = ("mlp10", "resnet10", "vgg11", "squeezenet")
 SMALL = ("resnet18", "vgg11")
-KINDS = {"fp32": "fp32", "integers": "int8"}
+KINDS: dict[str, dict] = {"fp32": {"precision": "fp32"}, "integers": {"precision": "int8", "compile": True}}
 ABLATION: dict[str, dict] = {
     "as it is": {},
     "nearest rounding": {"rounding": "nearest"},
@@ -68,10 +69,10 @@ def digits(options: argparse.Namespace) -> None:
     rows = Rows("integer-digits", "network", "kind", "seed", recipe="digits-resnet10", **EIGHTHS)
     for network in DIGITS:
         for seed in range(5):
-            for kind, precision in KINDS.items():
+            for kind, fields in KINDS.items():
                 if (network, kind, seed) in rows:
                     continue
-                made = recipe("digits-resnet10", model=network, precision=precision, seed=seed, **EIGHTHS)
+                made = recipe("digits-resnet10", model=network, seed=seed, **fields, **EIGHTHS)
                 about = {"network": network, "kind": kind, "seed": seed}
                 rows.add(about | trained(options, f"digits-{network}-{kind}-{seed}", made))
 
@@ -81,10 +82,10 @@ def cifar100(options: argparse.Namespace) -> None:
     rows = Rows("integer-cifar100", "network", "kind", "seed", **changes)
     for seed in range(options.seeds):
         for network in SMALL:
-            for kind, precision in KINDS.items():
+            for kind, fields in KINDS.items():
                 if (network, kind, seed) in rows:
                     continue
-                made = recipe(f"cifar100-{network}-desk", precision=precision, seed=seed, **changes)
+                made = recipe(f"cifar100-{network}-desk", seed=seed, **fields, **changes)
                 about = {"network": network, "kind": kind, "seed": seed}
                 rows.add(about | trained(options, f"cifar100-{network}-{kind}-{seed}", made))
 
@@ -93,12 +94,12 @@ def ablation(options: argparse.Namespace) -> None:
     changes = SHORT | EIGHTHS
     rows = Rows("integer-ablation", "way", "kind", network=options.network, seed=0, **changes)
     for way, settings in ABLATION.items():
-        fields = {"method": settings["method"]} if "method" in settings else {}
+        method = {"method": settings["method"]} if "method" in settings else {}
         how = {name: value for name, value in settings.items() if name != "method"}
-        for kind, precision in KINDS.items():
+        for kind, fields in KINDS.items():
             if (way, kind) in rows or (how and kind == "fp32"):
                 continue
-            made = recipe(f"cifar100-{options.network}-desk", precision=precision, **fields, **changes)
+            made = recipe(f"cifar100-{options.network}-desk", **method, **fields, **changes)
             whole = f"cifar100-{options.network}-{kind}-0"  # what the part cifar100 has trained
             label = f"ablation-{options.network}-{way}-{kind}".replace(" ", "-") if settings else whole
             rows.add({"way": way, "kind": kind} | trained(options, label, made, **how))
@@ -170,14 +171,13 @@ def step(options: argparse.Namespace) -> None:
         if (width,) in rows:
             continue
         images, labels = torch.randn(batch, 3, 32, 32), torch.randint(100, (batch,))
-        trainer = Trainer(network(width), lr=0.0, weight_decay=5e-4)
-        ways = {
-            "fp32": float_step(network(width), images, labels),
-            "integers": lambda t=trainer, i=images, y=labels: t.step(i, y),
-        }
+        ways = {"fp32": float_step(network(width), images, labels)}
+        for way, compiled in (("integers", False), ("compiled", True)):
+            trainer = Trainer(network(width), lr=0.0, weight_decay=5e-4, compile=compiled)
+            ways[way] = functools.partial(trainer.step, images, labels)
         seconds = processor_seconds(ways, options.rounds)
         rate = {way: batch / min(s) for way, s in seconds.items()}
-        share = share_of_products(ways["integers"])
+        share = {way: share_of_products(ways[way]) for way in ("integers", "compiled")}
         row = {"width": width, "batch": batch, "images_per_second": rate, "share_of_products": share}
         rows.add(row | {"over_fp32": summary(seconds, "fp32")})
 

@@ -9,7 +9,8 @@ from torch.nn import functional as F
 import mimicnorm as mn
 from mimicnorm import models
 from mimicnorm.errors import IntegerError
-from mimicnorm.integer import Trainer, layers
+from mimicnorm.integer import Trainer
+from mimicnorm.integer.requantise import Requantise
 from mimicnorm.layers import LastNorm
 
 
@@ -33,7 +34,7 @@ def test_a_sum_with_two_readers_is_requantised_once():
             return self.third(torch.relu(self.second(x) + x))
 
     trainer = Trainer(Twice(), lr=0.1)
-    made = [n.operation for n in trainer.network.nodes if isinstance(n.operation, layers.Requantise)]
+    made = [n.operation for n in trainer.network.nodes if isinstance(n.operation, Requantise)]
     assert [m.relu for m in made] == [False, True]
     assert trainer.step(torch.randn(6, 8), torch.arange(6) % 3)[0] > 0
 

@@ -5,14 +5,15 @@ import torch
 from torch.nn import functional as F
 
 from mimicnorm.errors import IntegerError
-from mimicnorm.integer import formats, layers
+from mimicnorm.integer import layers
 from mimicnorm.integer.convolve import Geometry
 from mimicnorm.integer.counter import key
 from mimicnorm.integer.formats import Block
+from mimicnorm.integer.operation import Pass
 
 
-def at(first: int = 0, **options) -> layers.Pass:
-    return layers.Pass(first, lambda place: key(0, place), **options)
+def at(first: int = 0, **options) -> Pass:
+    return Pass(first, lambda place: key(0, place), **options)
 
 
 def codes(*shape: int, low: int = -127) -> torch.Tensor:
@@ -34,42 +35,6 @@ def test_max_pooling_is_that_of_pytorch(size, ceil, geometry):
     ((back, _),) = pool.backward(at(), saved, [Block(error, 0)])[0]
     right.backward(error.permute(0, 3, 1, 2).double())
     assert torch.equal(back.permute(0, 3, 1, 2).double(), images.grad)
-
-
-def test_requantising_uses_the_exponent_of_the_step_before_and_saturates():
-    op = layers.Requantise("relu", relu=True)
-    op.output.exponent = 0
-    x = torch.tensor([[-50, 3, 1000]], dtype=torch.int32)
-    ((out, unit),), _ = op.forward(at(), [Block(x, 0)])
-    assert (out.tolist(), unit) == ([[0, 3, 127]], 0)
-    op.output.advance()
-    ((out, unit),), _ = op.forward(at(), [Block(x, 0)])
-    assert (out.tolist(), unit) == ([[0, 0, 125]], 3)
-
-
-def test_a_sum_of_blocks_is_requantised_as_one():
-    op = layers.Requantise("sum", relu=False)
-    op.output.exponent = 1
-    terms = [Block(torch.tensor([[5]], dtype=torch.int8), 2), Block(torch.tensor([[-100]], dtype=torch.int32), -3)]
-    ((out, unit),), _ = op.forward(at(), terms)
-    assert out.item() * 2**unit == pytest.approx(20 - 12.5, abs=1)
-
-
-def test_errors_are_masked_and_rounded_at_random_by_index():
-    op = layers.Requantise("relu", relu=True)
-    saved = torch.ones(64, 32, dtype=torch.int8)
-    saved[:, 0] = 0
-    op.error.exponent = 4
-    error = [Block(torch.full((64, 32), 36, dtype=torch.int32), 0)]  # 2.25 codes
-    ((whole, unit),) = op.backward(at(), saved, error)[0]
-    assert unit == 4
-    assert not whole[:, 0].any()
-    assert set(whole[:, 1:].unique().tolist()) == {2, 3}
-    assert whole[:, 1:].double().mean() == pytest.approx(2.25, abs=0.05)
-    half = [Block(error[0].data[40:], 0)]
-    assert torch.equal(op.backward(at(40), saved[40:], half)[0][0].data, whole[40:])
-    ((nearest, _),) = op.backward(at(stochastic=False), saved, error)[0]
-    assert nearest[:, 1:].unique().tolist() == [2]
 
 
 def test_means_concats_views_and_dropout():
@@ -94,28 +59,6 @@ def test_means_concats_views_and_dropout():
     assert torch.equal(out, x * mask)
     assert 0.3 < mask.double().mean() < 0.7
     assert drop.forward(at(training=False), [Block(x, 0)])[0][0].data is x
-
-
-def test_a_sum_too_small_for_its_exponent_is_seen_in_the_next_step():
-    op = layers.Requantise("sum", relu=False)
-    op.output.exponent = op.error.exponent = 0
-    terms = [Block(codes(4, 3), -40), Block(codes(4, 3), -40)]
-    for _ in range(2):
-        ((out, _),), _ = op.forward(at(calibrating=op.output.exponent is None), terms)
-        ((back, _),) = op.backward(at(calibrating=op.error.exponent is None), None, terms)[0]
-        for watch in (op.output, op.error):
-            watch.advance()
-            watch.forget()
-    assert out.any()
-    assert back.any()
-
-
-def test_a_step_whose_relu_is_closed_leaves_the_exponent():
-    op = layers.Requantise("relu", relu=True)
-    op.output.exponent, op.output.unit = -3, 5
-    op.forward(at(), [Block(torch.full((1, 4), -1000, dtype=torch.int32), 0)])
-    op.output.advance()
-    assert op.output.exponent == -3
 
 
 @pytest.mark.parametrize("pixels", [7, 14, 56, 150, 256])
@@ -145,20 +88,3 @@ def test_errors_that_overlap_in_max_pooling_do_not_wrap():
     error = torch.full((1, 3, 3, 1), 2**28, dtype=torch.int32)
     ((back, _),) = pool.backward(at(), saved, [Block(error, 0)])[0]
     assert back[0, 1, 1, 0] > 2**28
-
-
-def test_chunks_give_the_same_bits(monkeypatch):
-    x, error = (torch.randint(-(2**20), 2**20, (12, 5, 5, 8), dtype=torch.int32) for _ in range(2))
-    results = []
-    for size in (2**18, 300):
-        monkeypatch.setattr("mimicnorm.integer.formats.CHUNK", size)
-        assert (len(list(formats.chunks(12, 200))) > 1) == (size == 300)
-        op = layers.Requantise("relu", relu=True)
-        op.output.exponent, op.error.exponent = 13, 15
-        ((out, _),), saved = op.forward(at(), [Block(x, 0), Block(x.flip(0), -1)])
-        ((back, _),) = op.backward(at(), saved, [Block(error, 0)])[0]
-        results.append((out, back, op.output.peak, op.error.peak, op.output.saturated))
-    one, other = results
-    assert torch.equal(one[0], other[0])
-    assert torch.equal(one[1], other[1])
-    assert one[2:] == other[2:]

@@ -12,10 +12,12 @@ from mimicnorm.errors import IntegerError
 from mimicnorm.integer import layers
 from mimicnorm.integer.convolve import Geometry
 from mimicnorm.integer.head import Head
-from mimicnorm.integer.layers import Operation, Product, Requantise
+from mimicnorm.integer.layers import Product
 from mimicnorm.integer.matmul import ROWS
 from mimicnorm.integer.network import Network, Node
+from mimicnorm.integer.operation import Operation
 from mimicnorm.integer.parameters import Parameter
+from mimicnorm.integer.requantise import Requantise
 from mimicnorm.layers import Derived, LastNorm, LastNormed, WeightMean
 from mimicnorm.layers.reweight import ScaledWeight
 

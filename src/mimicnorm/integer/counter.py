@@ -27,22 +27,32 @@ def random_bits(key: int, first: int, count: int, bits: int) -> Tensor:
         >>> torch.equal(whole[4:], random_bits(7, 4, 6, 8))
         True
     """
-    h = _steps(count) + _signed(first * _STEP + key)
+    steps = _chunk()[:count] if count <= CHUNK else multiples(count)
+    return mixed_(steps + start(key, first)).bitwise_and_(2**bits - 1)
+
+
+def start(key: int, first: int) -> int:
+    """Return what is added to `multiples` where the first element is number ``first``."""
+    return _signed(first * _STEP + key)
+
+
+def multiples(count: int) -> Tensor:
+    """Return 0, 1, 2, ... times an odd number, in 32 bits."""
+    return torch.arange(count, dtype=torch.int32).mul_(_signed(_STEP))
+
+
+@functools.cache
+def _chunk() -> Tensor:
+    return multiples(CHUNK)
+
+
+def mixed_(h: Tensor) -> Tensor:
+    """Let every bit of an int32 change every other; in place."""
     for shift, factor in zip(_SHIFTS, (*_FACTORS, None), strict=True):
         h ^= (h >> shift).bitwise_and_(2 ** (32 - shift) - 1)  # the mask makes the shift logical
         if factor is not None:
             h *= _signed(factor)
-    return h.bitwise_and_(2**bits - 1)
-
-
-@functools.cache
-def _table() -> Tensor:
-    return torch.arange(CHUNK, dtype=torch.int32).mul_(_signed(_STEP))
-
-
-def _steps(count: int) -> Tensor:
-    """Return the multiples of the step; a chunk's are there already."""
-    return _table()[:count] if count <= CHUNK else torch.arange(count, dtype=torch.int32).mul_(_signed(_STEP))
+    return h
 
 
 def _signed(value: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from mimicnorm.integer.formats import CODE, FRACTION, Block, fitting, peak
+from mimicnorm.integer.formats import CODE, FRACTION, Block, aligned, fitting, peak
 
 
 class Watch:
@@ -30,27 +30,18 @@ class Watch:
         self.peak, self.saturated, self.count = 0, 0, 0
         self.zero_sum, self.zero_terms = True, True
 
-    def see(self, wide: Tensor, terms: list[Block], unit: int, largest: int | None = None) -> None:
-        """Note a sum of terms, counted in ``2^unit``, which is the same throughout a step.
-
-        Args:
-            wide: The sum.
-            terms: What it is the sum of.
-            unit: See above.
-            largest: The largest value that is used, if that is not the sum's.
-        """
-        largest = peak(wide) if largest is None else largest
+    def see(self, largest: int, unit: int, terms: list[Block]) -> None:
+        """Note the largest value of a sum of blocks, counted in ``2^unit``, which is the same throughout a step."""
         self.peak, self.unit = max(self.peak, largest), unit
         if not self.peak and len(terms) > 1:  # a sum of blocks may be rounded to zero
-            self.zero_sum &= not wide.any()
+            self.zero_sum &= not aligned(terms, unit).any()
             self.zero_terms &= not any(bool(t.data.any()) for t in terms)
 
-    def count_saturated(self, wide: Tensor, by: int, negative: bool) -> None:
-        """Count the values that do not fit a code of ``2^by``; a pass over the data only if there may be some."""
-        self.count += wide.numel()
-        most = CODE << by if by >= 0 else CODE >> -by
-        if self.peak > most:
-            self.saturated += int((wide > most).sum()) + (int((wide < -most).sum()) if negative else 0)
+    def count_saturated(self, codes: Tensor, by: int) -> None:
+        """Count the largest codes; a pass over the data only if some values did not fit after a shift by ``by``."""
+        self.count += codes.numel()
+        if self.peak > (CODE << by if by >= 0 else CODE >> -by):
+            self.saturated += int((codes.abs() == CODE).sum())
 
     def advance(self) -> None:
         """Let the exponent follow what was seen."""

@@ -36,14 +36,19 @@ def peak(data: Tensor) -> int:
     return max(int(high), -int(low))
 
 
-def fitting(largest: int, exponent: int, bits: int = 7) -> int:
-    """Return the exponent in which a value of ``largest * 2^exponent`` takes exactly ``bits`` bits.
+def largest(data: Tensor, low: int) -> int:
+    """Return the largest absolute value; the largest positive one where ``low`` is 0."""
+    return max(int(data.max()), 0) if low == 0 and data.numel() else peak(data)
+
+
+def fitting(value: int, exponent: int, bits: int = 7) -> int:
+    """Return the exponent in which ``value * 2^exponent`` takes exactly ``bits`` bits.
 
     Example:
         >>> fitting(1000, 0)  # 1000 / 2^3 = 125
         3
     """
-    return exponent + largest.bit_length() - bits
+    return exponent + value.bit_length() - bits
 
 
 def raised(data: Tensor, by: int, bits: int) -> Tensor:
@@ -80,17 +85,22 @@ def aligned(terms: list[Block], exponent: int) -> Tensor:
         [10]
     """
     total: Tensor | None = None
-    room = 29 - (len(terms) - 1).bit_length()  # sums of that many terms stay below 2^30
+    bits = room(terms)
     for data, own in terms:
         wide, left = data.to(torch.int32), own - exponent
         if left > 0:
-            wide = raised(wide, left, room)
+            wide = raised(wide, left, bits)
         else:
-            wide = wide.clamp(-(2**room), 2**room) if data.dtype == torch.int32 else wide
+            wide = wide.clamp(-(2**bits), 2**bits) if data.dtype == torch.int32 else wide
             wide = shifted(wide, -left)
         total = wide if total is None else total + wide
     assert total is not None
     return total
+
+
+def room(terms: list[Block]) -> int:
+    """Return the bits that each of these blocks may take, so that their sum stays below 2^30."""
+    return 29 - (len(terms) - 1).bit_length()
 
 
 def divided(data: Tensor, by: int | Tensor) -> Tensor:

@@ -1,14 +1,7 @@
-"""The operations of a network, each with its backward pass, on blocks of integers.
-
-A value is a list of blocks that are to be summed: one block of int8 codes after `Requantise`, pooling and views; int32
-blocks after products and sums. Samples come first, channels last. An error is a list of blocks, too, and reaches a
-product as one block of codes.
-"""
+"""Layers and what lies between them, each with its backward pass: products, sums, concats, views, pooling, dropout."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,116 +11,11 @@ from torch import Tensor
 from mimicnorm.errors import IntegerError
 from mimicnorm.integer import convolve
 from mimicnorm.integer.convolve import Geometry
-from mimicnorm.integer.counter import random_bits, stochastic_shift
-from mimicnorm.integer.exponents import Watch
-from mimicnorm.integer.formats import CODE, Block, aligned, chunks, peak, shifted
+from mimicnorm.integer.counter import random_bits
+from mimicnorm.integer.formats import Block, peak, shifted
 from mimicnorm.integer.matmul import column_sums
+from mimicnorm.integer.operation import Operation, Pass, Value
 from mimicnorm.integer.parameters import Parameter
-
-Value = list[Block]
-
-
-@dataclass
-class Pass:
-    """One way through the network with some samples of a batch.
-
-    Attributes:
-        first: The index of the first sample in its batch.
-        key: Gives the key of random bits for a place.
-        training: Whether there is dropout, and exponents are watched.
-        calibrating: Whether exponents are taken from this very pass, for want of an earlier one.
-        stochastic: Whether errors are rounded at random, or to nearest.
-    """
-
-    first: int
-    key: Callable[[str], int]
-    training: bool = True
-    calibrating: bool = False
-    stochastic: bool = True
-
-
-class Operation:
-    """What a node of the network does. ``name`` is the module's qualified name, or that of the one it is in."""
-
-    def __init__(self, name: str):
-        self.name, self.place = name, name  # a module may be called twice; the network numbers its places
-
-    def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
-        """Return the output, and what the backward pass needs."""
-        raise NotImplementedError
-
-    def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
-        """Return the error of each input."""
-        raise NotImplementedError
-
-
-class Requantise(Operation):
-    """ReLU (or nothing) and int8 codes forward; the ReLU's mask and int8 errors, rounded at random, backward."""
-
-    def __init__(self, name: str, relu: bool):
-        super().__init__(name)
-        self.relu, self.output, self.error = relu, Watch(), Watch()
-
-    def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
-        (terms,) = values
-        unit = self.output.unit_for(terms, at.calibrating)
-        shape = terms[0].data.shape
-        if at.calibrating and self.output.exponent is None:
-            whole = aligned(terms, unit)
-            self.output.see(whole, terms, unit, self._largest(whole))
-            self.output.advance()
-        exponent = self.output.exponent_for(terms)
-        by = exponent - unit
-        codes = torch.empty(shape, dtype=torch.int8)
-        for part in chunks(shape[0], shape[1:].numel()):
-            some = [Block(data[part], own) for data, own in terms]
-            wide = aligned(some, unit)
-            if at.training:
-                self.output.see(wide, some, unit, self._largest(wide))
-                self.output.count_saturated(wide, by, negative=not self.relu)
-            codes[part] = _narrowed(wide, by).clamp(0 if self.relu else -CODE, CODE)  # not in place: it may be an input
-        return [Block(codes, exponent)], codes if self.relu else None
-
-    def _largest(self, wide: Tensor) -> int:
-        return max(int(wide.max()), 0) if self.relu else peak(wide)
-
-    def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
-        shape = saved.shape if self.relu else torch.broadcast_shapes(*(e.data.shape for e in error))
-        terms = [Block(e.data.expand(shape), e.exponent) for e in error]
-        unit = self.error.unit_for(terms, at.calibrating)
-        if at.calibrating and self.error.exponent is None:
-            whole = aligned(terms, unit)
-            self.error.see(whole, terms, unit, peak(_masked(whole, saved)))
-            self.error.advance()
-        exponent = self.error.exponent_for(terms)
-        by = exponent - unit
-        key = at.key(self.place) if at.stochastic else None
-        codes, per_sample = torch.empty(shape, dtype=torch.int8), shape[1:].numel()
-        for part in chunks(shape[0], per_sample):
-            some = [Block(data[part], own) for data, own in terms]
-            whole = aligned(some, unit)
-            wide = _masked(whole, saved[part] if self.relu else None)
-            self.error.see(whole, some, unit, peak(wide))
-            self.error.count_saturated(wide, by, negative=True)
-            codes[part] = narrowed_at_random(wide, by, key, (at.first + part.start) * per_sample)
-        return [[Block(codes, exponent)]]
-
-
-def _masked(wide: Tensor, codes: Tensor | None) -> Tensor:
-    """Return the error where the ReLU was open. A product with a boolean mask takes ten times as long."""
-    return wide if codes is None else wide.bitwise_and(codes.clamp(max=1).neg_().to(torch.int32))
-
-
-def _narrowed(wide: Tensor, by: int) -> Tensor:
-    """Return ``wide / 2^by``, to nearest; saturates later, so what is shifted left must not overflow before."""
-    return shifted(wide.clamp(-CODE, CODE), max(by, -20)) if by < 0 else shifted(wide, by)
-
-
-def narrowed_at_random(wide: Tensor, by: int, key: int | None, first: int) -> Tensor:
-    """Return int8 codes of ``wide / 2^by``, rounded at random and saturating."""
-    if by < 0:
-        wide, by = wide.clamp(-CODE, CODE), max(by, -20)
-    return stochastic_shift(wide, by, key, first).clamp_(-CODE, CODE).to(torch.int8)
 
 
 class Product(Operation):

@@ -9,9 +9,12 @@ from typing import Any
 
 from mimicnorm.errors import IntegerError
 from mimicnorm.integer.exponents import Watch
+from mimicnorm.integer.formats import Block
 from mimicnorm.integer.head import Head
-from mimicnorm.integer.layers import Block, Operation, Pass, Product, Requantise, Value
+from mimicnorm.integer.layers import Product
+from mimicnorm.integer.operation import Operation, Pass, Value
 from mimicnorm.integer.parameters import Parameter
+from mimicnorm.integer.requantise import Requantise
 
 
 @dataclass

@@ -42,6 +42,7 @@ class IntegerRun(step.Trainer):
             decay_scalars=recipe.decay_scalars,
             scalar_rate=recipe.resolved().scalar_rate or 1.0,
             seed=recipe.seed,
+            compile=recipe.compile,
             **options,
         )
 

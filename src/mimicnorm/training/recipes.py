@@ -159,8 +159,8 @@ class Recipe:
         for name, known in _CHOICES.items():
             if getattr(self, name) not in known:
                 raise RecipeError(f"{name}={getattr(self, name)!r}: use one of {', '.join(map(str, known))}")
-        if self.precision == "int8" and (self.optimizer != "sgd" or self.compile or self.activation_bits):
-            raise RecipeError('precision="int8" has one optimizer, sgd, and takes neither compile nor activation_bits')
+        if self.precision == "int8" and (self.optimizer != "sgd" or self.activation_bits):
+            raise RecipeError('precision="int8" has one optimizer, sgd, and takes no activation_bits')
         if self.activation_bits and self.compile:
             raise RecipeError(
                 f"activation_bits={self.activation_bits} and compile=True: what compiled code saves cannot be "
