@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from blocks.text import load, named, prose, table
 from mimicnorm.compare.intervals import difference
 
-_LABELS = {"fine": "100 classes", "coarse": "20 classes", "mnist": "MNIST"}
+_LABELS = {"fine": "100 classes", "coarse": "20 classes", "ten": "ten classes", "mnist": "MNIST"}
 
 
 def _part(name: str) -> dict[tuple[str, ...], dict]:
@@ -36,7 +36,7 @@ def _cells(rows: list[dict]) -> tuple[str, ...]:
 
 
 def accuracy_rates() -> str:
-    runs = _part("rates") | _part("wider")
+    runs = _part("rates") | _part("wider") | _part("tuned")
     rates = sorted({float(rate) for _, _, rate in runs})
     lines = []
     for data, method in dict.fromkeys((data, method) for data, method, _ in runs):
@@ -47,7 +47,7 @@ def accuracy_rates() -> str:
 
 
 def accuracy_test() -> str:
-    runs = _part("test") | _part("mnist")
+    runs = _part("test") | _part("ten") | _part("mnist")
     lines = []
     for data, method in dict.fromkeys((data, method) for data, method, _ in runs):
         rows = [r for (d, m, _), r in runs.items() if (d, m) == (data, method)]
