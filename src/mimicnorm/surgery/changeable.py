@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
 
 from mimicnorm.layers import has_own_forward
+from mimicnorm.methods.edits import LayerEdit
 from mimicnorm.surgery.probe import LayerProbe
 
 REPLACED = (
@@ -36,6 +38,29 @@ class Ways:
     probe: LayerProbe
     holds_weight: bool
     inside: bool
+
+
+def _centres(edit: LayerEdit) -> bool:
+    """Whether the weight or its gradient is centred, alone or with more."""
+    return edit.action in _DONE or (edit.action == "trained" and edit.centring is not None)
+
+
+def why_not_tied(name: str, modules: Mapping[str, nn.Module], edits: Mapping[str, LayerEdit]) -> tuple[str, str] | None:
+    """Say why a layer that is to be centred or standardised cannot be: another one has its weight, without that."""
+    layer, edit = modules[name], edits[name]
+    if not _centres(edit):
+        return None
+    weight = layer._parameters.get("weight")
+    for other, module in modules.items():
+        if module is layer or weight is None or not any(p is weight for p in module._parameters.values()):
+            continue
+        same = other in edits and _centres(edits[other])
+        if not same or getattr(module, "transposed", False) != getattr(layer, "transposed", False):
+            return (
+                f"its weight is also that of {other}, which would not be {_DONE.get(edit.action, 'centred')} with it",
+                "Give each a weight of its own, or leave its BatchNorm with where=",
+            )
+    return None
 
 
 def why_not(layer: nn.Module, action: str, scaled: bool, starts: bool, ways: Ways) -> tuple[str, str] | None:

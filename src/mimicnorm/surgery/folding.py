@@ -6,6 +6,7 @@ backward.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -15,7 +16,7 @@ from torch import nn
 
 from mimicnorm.methods.base import Method, NormFacts
 from mimicnorm.methods.edits import LayerEdit
-from mimicnorm.surgery import flow, probe
+from mimicnorm.surgery import code, flow, probe
 from mimicnorm.surgery.graph import Graph, Node
 from mimicnorm.surgery.ops import Kind
 from mimicnorm.surgery.roles import Roles
@@ -75,7 +76,8 @@ class Folder:
         # Layer and BatchNorm meet in every call of either, and in nothing else: they may be used as one.
         paired = len(owners) == 1 and self.uses[layer] == len(calls) == len(set(owned))
         sibling = self._unused_sibling(name)
-        alone = paired and read_once and uses_are_calls(self.graph, layer) and sibling is None
+        alike = self._alike_in_other_mode(name, (layer,))
+        alone = paired and read_once and alike and uses_are_calls(self.graph, layer) and sibling is None
         direct = all(c.inputs[0] is o for c, o in zip(calls, owned, strict=True))
         takes_beta = alone and direct and self._takes_beta(name, layer, owned[0])
         obstacle = "beta cannot become its layer's bias" if alone else "its layer is also used without it"
@@ -85,11 +87,13 @@ class Folder:
             obstacle = f"{sibling} did not run and may share its layer"
         if not read_once:
             obstacle = "its layer's output is read more than once"
+        if not alike:
+            obstacle = f"in {'evaluation' if self.graph.training else 'training'} mode its layer is used without it"
         if any(o.tapped for o in owned):
             obstacle = "a hook or an attribute may keep its layer's output"
         return replace(
             facts,
-            removable=direct and read_once,
+            removable=direct and read_once and alike,
             beta_into=layer if takes_beta else None,
             norm_into=layer if alone and direct and self._takes_norm(name, layer, owned[0]) else None,
             obstacle=obstacle,
@@ -100,30 +104,31 @@ class Folder:
 
         They make its input by linear operations (views, concats, average pooling), and nothing else reads them.
         """
-        on_the_way, front = set(calls), [c.inputs[0] for c in calls]
-        producers: list[Node] = []
-        while front:
-            node = front.pop()
-            if node in on_the_way:
-                continue
-            on_the_way.add(node)
-            if node.kind is Kind.LAYER:
-                producers.append(node)
-            elif _is_linear(node):
-                front += node.inputs
-            else:
-                return ()
-        before = on_the_way.difference(calls)
-        if any(n.tapped or n.is_output or not on_the_way.issuperset(n.users) for n in before):
-            return ()
-        names = dict.fromkeys(n.layer for n in sorted(producers, key=lambda n: n.index))
+        producers = _producers(calls)
+        names = dict.fromkeys(n.layer for n in producers)
         if self._unused_sibling(name) is not None or any(not self._takes_scale(n, producers) for n in names):
             return ()
         layers = tuple(n for n in names if n is not None)
+        if not self._alike_in_other_mode(name, layers):
+            return ()
         if len(calls) > 1 and len(layers) > 1:
             return ()  # one scalar for several branches would become several, each planned for the first of them
         trained = {self.modules[n]._parameters["weight"].requires_grad for n in layers}  # pyrefly: ignore
         return layers if len(trained) == 1 else ()  # the scalar of a frozen layer is frozen
+
+    def _alike_in_other_mode(self, name: str, layers: tuple[str, ...]) -> bool:
+        """Tell whether these layers make nothing but this BatchNorm's input in the other mode, too."""
+        other = self.graph.other_mode
+        if other is None:
+            return True
+        producers = _producers(other.calls(name))
+        calls = [call for layer in layers for call in other.calls(layer)]
+        dropped = other.training and bool(self.graph.norms() - other.norms())
+        if dropped and any(code.names_mode(self.modules[_around_both(name, layer)]) for layer in layers):
+            return False  # what a block reads in training is not known if it was dropped by chance
+        if not calls and not other.calls(name):
+            return True
+        return all(c in producers for c in calls) and all(uses_are_calls(other, layer) for layer in layers)
 
     def _takes_scale(self, name: str | None, producers: list[Node]) -> bool:
         if name is None or name in self.roles.heads or name in self.roles.gates:
@@ -134,10 +139,16 @@ class Folder:
         return takes and edit.scale is None and (edit.action == "standardise" or self.method.branch_factor == 1.0)
 
     def _unused_sibling(self, name: str) -> str | None:
-        """A BatchNorm beside this one, of its width, that did not run: another domain's norm of the same layer, say."""
-        parent, width = name.rpartition(".")[0], probe.channels(self.modules[name])
-        unused = (n for n in self.norms if not self.uses[n] and n.rpartition(".")[0] == parent)
-        return next((n for n in unused if probe.channels(self.modules[n]) == width), None)
+        """A BatchNorm of this one's width and place that did not run: another domain's norm of the same layer, say.
+
+        Its name differs in one component: ``norms.1`` beside ``norms.0``, ``target.2.bn`` beside ``source.2.bn``.
+        """
+        width, path = probe.channels(self.modules[name]), name.split(".")
+        for other in (n for n in self.norms if not self.uses[n] and probe.channels(self.modules[n]) == width):
+            parts = other.split(".")
+            if len(parts) == len(path) and sum(a != b for a, b in zip(parts, path, strict=True)) == 1:
+                return other
+        return None
 
     def _takes_norm(self, name: str, layer: str, call: Node) -> bool:
         """Tell whether a layer can take up the trained BatchNorm directly behind it."""
@@ -156,6 +167,33 @@ class Folder:
             return self.probes[layer].takes_bias
         shared = sum(p is bias for m in self.modules.values() for p in m._parameters.values()) > 1
         return bias.requires_grad == beta.requires_grad and not shared  # else one would be frozen or trained by another
+
+
+def _around_both(name: str, other: str) -> str:
+    """Return the name of the innermost module that has both inside."""
+    pairs = zip(name.split("."), other.split("."), strict=False)
+    return ".".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def _producers(calls: list[Node]) -> list[Node]:
+    """Return the layers that make the input of some calls by linear operations; empty if anything else reads them."""
+    on_the_way, front = set(calls), [c.inputs[0] for c in calls]
+    producers: list[Node] = []
+    while front:
+        node = front.pop()
+        if node in on_the_way:
+            continue
+        on_the_way.add(node)
+        if node.kind is Kind.LAYER:
+            producers.append(node)
+        elif _is_linear(node):
+            front += node.inputs
+        else:
+            return []
+    before = on_the_way.difference(calls)
+    if any(n.tapped or n.is_output or not on_the_way.issuperset(n.users) for n in before):
+        return []
+    return sorted(producers, key=lambda n: n.index)
 
 
 def _fits(per_channel: Any, layer: Any, call: Node) -> bool:
@@ -186,4 +224,4 @@ def _is_linear(node: Node) -> bool:
 
 def uses_are_calls(graph: Graph, layer: str) -> bool:
     """Tell whether every use of a layer's weight is a call of the layer."""
-    return all(call.inside_module for call in graph.calls(layer))
+    return layer not in graph.used_elsewhere and all(call.inside_module for call in graph.calls(layer))

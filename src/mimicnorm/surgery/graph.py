@@ -68,6 +68,7 @@ class Graph:
         nodes: In execution order.
         outputs: The model's tensor outputs, depth first through tuples and dicts.
         functional_norms: Modules that called ``F.batch_norm`` on data without being a BatchNorm.
+        used_elsewhere: Layers whose weight also meets data outside their own forward.
         norm_inputs: What each BatchNorm module was called with, by name; its shape is the module's own view.
         fake: Whether it was recorded on fake tensors; on real ones, values may have steered the model.
         training: Whether in training mode.
@@ -77,6 +78,7 @@ class Graph:
     nodes: list[Node] = field(default_factory=list)
     outputs: list[Node] = field(default_factory=list)
     functional_norms: list[str] = field(default_factory=list)
+    used_elsewhere: set[str] = field(default_factory=set)
     norm_inputs: dict[str, torch.Size] = field(default_factory=dict)
     fake: bool = True
     training: bool = True

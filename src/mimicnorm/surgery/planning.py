@@ -146,6 +146,10 @@ class _Planner:
         self.v = residual.variance(self.graph, self.method, self.ends, self._is_unit(drafts), self.damped)
         self.starts = init not in (None, "keep")
         layers = {name: self._layer_edit(draft, branches) for name, draft in drafts.items()}
+        layers = {
+            name: self._checked(edit, changeable.why_not_tied(name, self.modules, layers))
+            for name, edit in layers.items()
+        }
         self._note_small(layers)
         self._norm_edits(layers)
         self.plan.layers = list(layers.values())
@@ -259,11 +263,14 @@ class _Planner:
         if scalar:
             whole = edit.action in ("keep", "bias") and not self.probes[draft.name].scales_uncentred
             edit = dataclasses.replace(edit, role="branch end", scales_output=whole)
-        problem = self._why_not(edit, bool(scalar))
+        return self._checked(edit, self._why_not(edit, bool(scalar)))
+
+    def _checked(self, edit: LayerEdit, problem: tuple[str, str] | None) -> LayerEdit:
+        """Return an edit that can be carried out, or refuse it."""
         if problem and self.method.keeps_statistics:  # always right: the layer as it is, and its BatchNorm by itself
             return dataclasses.replace(edit, action="keep", centring=None, why=problem[0])
         if problem:
-            self.plan.refuse(draft.name, *problem)
+            self.plan.refuse(edit.name, *problem)
         return edit
 
     def _why_not(self, edit: LayerEdit, scaled: bool) -> tuple[str, str] | None:
@@ -312,7 +319,8 @@ class _Planner:
                 layers[layer] = dataclasses.replace(layers.get(layer) or self._edit_of_part(layer), **scalar)
             if not calls:
                 self.plan.notes.append(
-                    f"{name} never ran on the example: it becomes a {edit.action}, and its layer is not changed for it"
+                    f"{name} never ran on the example: it becomes its own {edit.action}, as does a BatchNorm of its "
+                    "width with a similar name, which may share its layer"
                 )
             self.plan.norms.append(edit)
         self._note_scales()

@@ -4,7 +4,8 @@ The surgery is rehearsed on the model itself and undone: classes and registries 
 then must be the graph from before without its norms: code that asks for a class (``isinstance(layer, nn.BatchNorm2d)``)
 takes another path once the class is gone. And no sample may see another.
 
-Forward passes that run to their end: ``record`` takes one, and one more if a BatchNorm did not run. The rehearsal takes
+Forward passes that run to their end: ``record`` takes one, and one more if a BatchNorm did not run or code around one
+asks for the mode. The rehearsal takes
 one with a prime as batch size, and one with the example's if the two graphs differ. Code that asks both for the
 mode and for what a conversion changes is compared in evaluation mode, too: two more. Two on real batches decide where
 samples seem to meet, and one repeats what is to be refused. Calibration takes one. Nearly all networks need the
@@ -15,17 +16,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import math
 from collections.abc import Callable, Collection, Iterator
-from types import CodeType, FunctionType
 from typing import Any
 
 import torch
 from torch import nn
 
 from mimicnorm.layers import Derived, FixupScalars, GroupNorm, KeptNorm, LastNorm, Remains, Scale, Shift
-from mimicnorm.surgery import mixing
+from mimicnorm.surgery import code, mixing
 from mimicnorm.surgery.graph import Graph, Node
 from mimicnorm.surgery.isolate import instead_of_forward, snapshot
 from mimicnorm.surgery.operate import operate
@@ -34,7 +33,6 @@ from mimicnorm.surgery.record import repeat
 from mimicnorm.surgery.recorder import stand_in
 
 _GIVEN_SHAPES = ("view", "reshape", "expand", "broadcast_to", "repeat", "tile", "unflatten", "as_strided")
-_ASKS_FOR_CLASS = {"type", "__class__", "hasattr", "getattr", "running_mean", "running_var", "eps"}
 
 
 def prove(model: nn.Module, planned: Plan, graph: Graph, example: Any, allow_mixing: Collection[str]) -> None:
@@ -49,7 +47,8 @@ def prove(model: nn.Module, planned: Plan, graph: Graph, example: Any, allow_mix
     """
     in_training = graph if graph.training or graph.other_mode is None else graph.other_mode
     originals = [in_training]
-    if _asks_for_mode(model, planned):
+    changed = [step.name for step in (*planned.norms, *planned.layers, *planned.heads)]
+    if any(map(code.names_mode_and_class, code.around(model, changed))):
         with contextlib.suppress(Exception):  # it may not run in evaluation mode
             evaluated = in_training.other_mode or repeat(model, example, Graph(fake=graph.fake, training=False))
             originals.append(evaluated)
@@ -68,43 +67,6 @@ def prove(model: nn.Module, planned: Plan, graph: Graph, example: Any, allow_mix
         planned.notes.append("no tensor is seen in what the model returns, so it could not be compared")
     if not graph.fake:
         planned.notes.append("the network's control flow reads values: without BatchNorm it may take another path")
-
-
-def _asks_for_mode(model: nn.Module, planned: Plan) -> bool:
-    """Whether code around what is changed names the mode, and then what a conversion changes."""
-    changed = [step.name for step in (*planned.norms, *planned.layers, *planned.heads)]
-    around = {name.rsplit(".", i)[0] for name in changed for i in range(1, name.count(".") + 1)} | {""}
-    for module in map(model.get_submodule, around):
-        asking = (f for f in _called(module, module.forward) if "training" in _names(f.__code__))
-        if any(_asks_for_class(_names(g.__code__)) for f in asking for g in _called(module, f)):
-            return True
-    return False
-
-
-def _asks_for_class(names: set[str]) -> bool:
-    """Whether code may ask for the class or the attributes of a layer; not if it asks whether something is a tensor."""
-    modules = {name for name in names if isinstance(getattr(nn, name, None), type)}
-    return bool(names & _ASKS_FOR_CLASS) or ("isinstance" in names and ("Tensor" not in names or bool(modules)))
-
-
-def _called(module: nn.Module, function: Any) -> list[FunctionType]:
-    """A function and all that it calls in the module's class and in its file, PyTorch's left out."""
-    functions: list[FunctionType] = []
-    waiting = [function]
-    while waiting:
-        f = waiting.pop()
-        f = f.fget if isinstance(f, property) else getattr(f, "__func__", f)
-        f = inspect.unwrap(f) if callable(f) else f
-        if isinstance(f, FunctionType) and f not in functions and not (f.__module__ or "").startswith("torch."):
-            functions.append(f)
-            waiting += [inspect.getattr_static(module, n, f.__globals__.get(n)) for n in _names(f.__code__)]
-    return functions
-
-
-def _names(code: CodeType) -> set[str]:
-    """The names in a function's code and in the functions inside it."""
-    inner = (c for c in code.co_consts if isinstance(c, CodeType))
-    return set(code.co_names).union(*map(_names, inner))
 
 
 @contextlib.contextmanager

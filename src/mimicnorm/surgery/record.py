@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mimicnorm.errors import ExampleError
 from mimicnorm.layers import LastNorm
+from mimicnorm.surgery import code
 from mimicnorm.surgery.example import call_arguments, describe, is_shape, tensors_in
 from mimicnorm.surgery.graph import Graph
 from mimicnorm.surgery.isolate import run
@@ -36,8 +37,8 @@ def record(model: nn.Module, example: Any) -> Graph:
     """Run the model once in training mode and note what read what.
 
     Models whose control flow reads values are run on real tensors. Should some BatchNorm not run (a block dropped at
-    random, a path for evaluation only), the model is recorded once more, in evaluation mode, and the pass that saw more
-    of them is returned.
+    random, a path for evaluation only), or code around a BatchNorm ask for the mode, the model is recorded once more,
+    in evaluation mode. The pass that saw more BatchNorms is returned, with the other one as its ``other_mode``.
 
     Args:
         model: Any module; left as it was.
@@ -48,7 +49,7 @@ def record(model: nn.Module, example: Any) -> Graph:
     """
     norms = {name for name, m in model.named_modules() if is_batch_norm(m) and not isinstance(m, LastNorm)}
     graph = record_in_mode(model, example, training=True)
-    if norms - graph.norms():
+    if norms - graph.norms() or any(map(code.names_mode, code.around(model, norms))):
         with contextlib.suppress(ExampleError, *_NEEDS_VALUES):  # the first recording is good without it
             evaluated = record_in_mode(model, example, training=False)
             graph.other_mode, evaluated.other_mode = evaluated, graph

@@ -133,6 +133,7 @@ class Recorder(TorchFunctionMode):
         extra: dict[str, Any] = {"arguments": self.arguments((args, kwargs))}
         if linear is not None:
             extra |= {"settings": {"op": linear.op}, **self.layer_call(linear)}
+        self.note_other_uses(tensors)
         if kind in (Kind.ACTIVATION, Kind.SUM, Kind.PAD):
             extra["settings"] = _settings(args, kwargs)
         if kind in (Kind.ACTIVATION, Kind.CONSTANT):
@@ -266,6 +267,14 @@ class Recorder(TorchFunctionMode):
                 return {"layer": running, "derived_weight": True}
         return {}
 
+    def note_other_uses(self, operands: list[Tensor]) -> None:
+        """Note the layers whose weight meets data outside their own forward, as it is or transposed, say."""
+        for t in operands:
+            split = [name.rpartition(".") for name in self.sources.get(id(t), ())]
+            layers = {self.names[id(self.modules[name])] for name, _, attribute in split if attribute == "weight"}
+            if layers.isdisjoint(self.stack):
+                self.graph.used_elsewhere |= {n for n in layers if isinstance(self.modules[n], WEIGHT_LAYERS)}
+
     # -- modules -------------------------------------------------------------------------------
 
     def around(self, module: nn.Module, forward: Callable) -> Callable:
@@ -294,6 +303,8 @@ class Recorder(TorchFunctionMode):
         self.stack.append(name)
         if given is None:
             return
+        if _is_hooked(module) and (node := self.node(given)) is not None:
+            node.tapped = True  # a hook sees the input, too
         if isinstance(module, Reweighted) and self.node(given) is None:
             self.add(given, "constant", Kind.OPAQUE, ())  # its weight is made on the fly, and no holder is seen
         if is_batch_norm(module):
@@ -312,7 +323,7 @@ class Recorder(TorchFunctionMode):
         name = self.stack.pop()
         if len(outputs) == 1 and (node := self.node(outputs[0])) is not None:
             node.made_by.append(name)
-            node.tapped |= bool(module._forward_hooks or module._backward_hooks or module._backward_pre_hooks)
+            node.tapped |= _is_hooked(module)
 
     # -- the end -------------------------------------------------------------------------------
 
@@ -325,7 +336,7 @@ class Recorder(TorchFunctionMode):
         self.graph.outputs = [n for t in tensors_in(output) if (n := self.node(t)) is not None]
         for node in self.graph.outputs:
             node.is_output = True
-        alive: set[Node] = set(self.graph.outputs)
+        alive = {*self.graph.outputs, *(n for n in self.graph.nodes if n.tapped)}
         for node in reversed(self.graph.nodes):  # shape probes and unused statistics lead to no output, norm or layer
             if node in alive or node.layer or node.norm:
                 alive.add(node)
@@ -361,6 +372,16 @@ class _Taint(TorchDispatchMode):
 def stand_in(x: Tensor, fake: bool) -> Tensor:
     """What a BatchNorm returns: of fake tensors the shape matters, of real ones the values may steer the model."""
     return x.clone() if fake or x.numel() <= x.shape[1] else F.batch_norm(x, None, None, training=True)
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    """Whether hooks see what a module reads and returns; those of torch.nn.utils (weight norm, pruning) do not."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(not _module_of(hook).startswith("torch.nn.utils") for some in hooks for hook in some.values())
+
+
+def _module_of(hook: Any) -> str:
+    return getattr(hook, "__module__", None) or type(hook).__module__
 
 
 def _version(t: Tensor) -> int:
