@@ -200,6 +200,31 @@ def test_a_layer_that_cannot_take_it_up_leaves_an_affine_map():
     torch.testing.assert_close(kept(images()), model(images()))
 
 
+class Bare(nn.Module):
+    """A BatchNorm behind a weight that is in no convolution or linear layer."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.way = way
+        self.bilinear, self.weight = nn.Bilinear(6, 6, 12), nn.Parameter(torch.randn(16, 6))
+        self.norm, self.fc = nn.BatchNorm1d(12), nn.Linear(12, 5)
+
+    def forward(self, x):
+        y = self.bilinear(x, x) if self.way == "bilinear" else F.linear(x, self.weight[:12])
+        return self.fc(self.norm(y).relu())
+
+
+@pytest.mark.parametrize("way", ["bilinear", "sliced"])
+@pytest.mark.parametrize("method", [mn.MimicNorm(), mn.WeightMean(), mn.NoNorm()], ids=lambda m: m.name)
+def test_no_layer_that_could_be_changed(way, method):
+    model, x = trained(Bare(way)), torch.randn(4, 6, dtype=torch.float64)
+    kept = mn.convert(model, method, example=(4, 6), init="keep").train()
+    assert isinstance(kept.norm, KeptNorm)
+    torch.testing.assert_close(kept(x), model(x), rtol=1e-10, atol=1e-10)
+    with pytest.raises(RefusedError, match="norm: MimicNorm changes"):
+        mn.convert(Bare(way), mn.MimicNorm(), example=(4, 6))
+
+
 # -- what cannot be kept -----------------------------------------------------------------------------------------
 
 
