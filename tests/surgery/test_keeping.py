@@ -47,6 +47,23 @@ class NoAffine(nn.Module):
         return self.fc(self.norm2(F.relu(self.norm(self.conv(x)))).mean((2, 3)))
 
 
+class Aliased(nn.Module):
+    """Modules under several names: a layer and its BatchNorm, a layer alone, a BatchNorm alone, one by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8)])
+        self.body = nn.Sequential(*self.layers)
+        self.conv, self.norm = nn.Conv2d(8, 6, 1), nn.BatchNorm2d(6)
+        self.stem, self.last = self.layers[0], self.norm
+        self.pair = nn.ModuleDict({"conv": nn.Conv2d(6, 6, 1), "norm": nn.BatchNorm2d(6)})
+        self.final, self.fc = self.pair["conv"], nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.conv(self.body(x))))
+        return self.fc(self.pair["norm"](self.final(x)).mean((2, 3)))
+
+
 def plain() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 6, 1), *nets.plain())
 
@@ -61,6 +78,7 @@ NETS = {
     "segmenter": nets.Segmenter,
     "shared": Shared,
     "no affine": NoAffine,
+    "aliased": Aliased,
 }
 every_net = pytest.mark.parametrize("name", NETS)
 
@@ -136,6 +154,16 @@ def test_loads_checkpoints_of_the_original_and_its_own(name):
     own = mn.convert(trained(NETS[name]()), mn.MimicNorm(), example=IMAGES, init="keep").eval()
     own.load_state_dict(kept.state_dict())
     assert torch.equal(first(own(x)), first(kept(x)))
+
+
+def test_moved_parameters_are_listed_under_every_name():
+    model = build("aliased")
+    keys = {key for key in model.state_dict() if not key.endswith("num_batches_tracked")}
+    moved = mn.convert_(model, mn.MimicNorm(), example=IMAGES, init="keep").moved_parameters
+    assert keys - model.state_dict().keys() == moved.keys()
+    assert set(moved.values()) <= model.state_dict().keys()
+    assert (moved["layers.1.bias"], moved["body.1.bias"]) == ("layers.0.beta", "body.0.beta")
+    assert (moved["norm.weight"], moved["last.weight"]) == ("conv.gamma", "conv.gamma")
 
 
 def test_row_means_stay_under_sgd():
