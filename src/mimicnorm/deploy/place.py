@@ -143,9 +143,10 @@ def _adds(node: Node) -> bool:
 
 def _applies_its_own(name: str, modules: Modules, graph: Graph) -> bool:
     """Whether a layer applies its weight and bias as PyTorch's own does, in every use; foreign forwards are probed."""
-    calls, layer = graph.calls(name), copy.copy(modules[name])
+    calls = graph.calls(name)
     if not all(call.inside_module and not call.derived_weight and call.inputs for call in calls):
         return False
+    layer = copy.copy(modules[name])
     layer.__class__ = own_class(layer)
     probed = probe.layer(layer, calls[0].inputs[0].shape)
     return probed.takes_bias and probed.follows
