@@ -64,6 +64,18 @@ class Aliased(nn.Module):
         return self.fc(self.pair["norm"](self.final(x)).mean((2, 3)))
 
 
+class Viewed(nn.Module):
+    """A BatchNorm gives contiguous tensors, of whatever strides: code relies on it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.fc = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8 * 64, 5)
+
+    def forward(self, x):
+        x = self.layer(x.flatten(2).transpose(1, 2))
+        return self.fc(F.relu(self.norm(x.transpose(1, 2))).view(len(x), -1))
+
+
 def plain() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 6, 1), *nets.plain())
 
@@ -79,6 +91,7 @@ NETS = {
     "shared": Shared,
     "no affine": NoAffine,
     "aliased": Aliased,
+    "viewed": Viewed,
 }
 every_net = pytest.mark.parametrize("name", NETS)
 
