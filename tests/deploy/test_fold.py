@@ -234,6 +234,27 @@ def test_parametrized_weights_are_baked_in():
     assert type(folded[0]) is nn.Conv2d
 
 
+class Doubling(nn.Module):
+    def forward(self, t):
+        return 2 * t
+
+
+@pytest.mark.parametrize("method", [mn.MimicNorm(min_fan_in=3), mn.NoNorm()], ids=lambda m: m.name)
+@pytest.mark.parametrize("way", ["weight_norm", "spectral_norm", "orthogonal"])
+def test_parametrized_layers_that_keep_left_alone_are_baked_in(way, method):
+    net = nets.plain()
+    net[0].register_buffer("steps", torch.arange(3))
+    nn.utils.parametrize.register_parametrization(net[0], "steps", Doubling())
+    getattr(nn.utils.parametrizations, way)(net[0])
+    for _ in range(20):
+        net(torch.randn(8, 6, 8, 8))
+    converted = mn.convert(net, method, example=(2, 6, 8, 8), init="keep").eval()
+    assert isinstance(converted[1], mn.layers.KeptNorm)
+    folded = folds_to_the_same(converted, torch.randn(2, 6, 8, 8))
+    assert (type(folded[0]), type(folded[1])) == (nn.Conv2d, nn.Identity)
+    assert torch.equal(folded[0]._buffers["steps"], 2 * torch.arange(3))
+
+
 class Masked(nn.Conv2d):
     """Computes another weight from its own, so that a residual scalar multiplies its output."""
 

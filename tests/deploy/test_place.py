@@ -122,6 +122,29 @@ def test_a_copy_stays_where_a_skip_would_be_overwritten():
     assert report(Preactivation()).standalone == ["norm"]
 
 
+class Viewed(nn.Module):
+    """A view needs the memory format that a norm gave to a permuted tensor."""
+
+    def __init__(self, way: str, affine: bool):
+        super().__init__()
+        self.way = way
+        self.a, self.b = nn.Linear(3, 8), nn.Conv1d(3, 8, 1)
+        self.norm, self.fc = nn.BatchNorm1d(8, affine=affine), nn.Linear(8 * 64 if way == "added" else 8, 3)
+
+    def forward(self, x):
+        x = x.flatten(2)
+        y = F.relu(self.a(x.transpose(1, 2))).transpose(1, 2)
+        if self.way == "added":
+            return self.fc((self.norm(y) + self.b(x)).view(len(x), -1))
+        return self.fc(F.relu(self.norm(y + y * y)).view(len(x), 8, 8, 8).mean((2, 3)))
+
+
+@pytest.mark.parametrize("way", ["added", "summed"])
+@pytest.mark.parametrize("affine", [True, False])
+def test_a_memory_format_that_a_view_needs_stays(way, affine):
+    assert report(Viewed(way, affine)).standalone == ["norm"]
+
+
 def test_several_norms_on_one_layer_stay():
     class Shared(nn.Module):
         def __init__(self):

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn import Parameter
 
-from mimicnorm.layers import FixupScalars, GroupNorm, Remains, Scale, Shift, group_count
+from mimicnorm.layers import FixupScalars, GroupNorm, Remains, Scale, Shift, group_count, laid_out
 
 
 def test_shift_is_a_fresh_tensor_even_without_beta():
@@ -37,6 +39,43 @@ def test_fixups_scalars_make_a_fresh_tensor_of_the_same_type():
     assert bias(x).dtype == x.dtype
     both = FixupScalars(Parameter(torch.ones(1)), Parameter(torch.full((1,), 3.0)))
     torch.testing.assert_close(both(x.float()), 3 * x.float() + 1)
+
+
+FORMATS = {
+    "contiguous": torch.randn(2, 3, 4, 5),
+    "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "channels last in 3-d": torch.randn(2, 3, 4, 5, 6).to(memory_format=torch.channels_last_3d),
+    "half the channels": torch.randn(2, 6, 4, 5).to(memory_format=torch.channels_last)[:, :3],
+    "transposed vectors": torch.randn(3, 2).t(),
+    "tokens": torch.randn(2, 4, 3).transpose(1, 2),
+    "columns": torch.randn(2, 4, 5, 3).permute(0, 3, 2, 1),
+    "columns in 3-d": torch.randn(2, 4, 5, 6, 3).permute(0, 4, 3, 2, 1),
+    "expanded": torch.randn(1, 3, 4, 5).expand(2, 3, 4, 5),
+}
+IN_PLACE_OF_A_NORM = {
+    "no beta": Shift(None),
+    "shift": Shift(Parameter(torch.ones(3))),
+    "scale": Scale(torch.tensor(0.5)),
+    "scale and shift": Scale(torch.tensor(0.5), Parameter(torch.ones(3))),
+    "fixup": FixupScalars(Parameter(torch.ones(1)), Parameter(torch.ones(1))),
+    "group": GroupNorm(1, 3, None, None),
+}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("kind", IN_PLACE_OF_A_NORM)
+def test_memory_format_is_that_of_a_batch_norm(kind, form):
+    x, module = FORMATS[form], IN_PLACE_OF_A_NORM[kind]
+    expected = F.batch_norm(x, None, None, training=True)
+    y = module(x)
+    assert y.stride() == expected.stride()
+    if kind != "group":
+        torch.testing.assert_close(torch.vmap(module)(torch.stack((x, x)))[1], y)
+
+
+def test_nothing_is_copied_where_the_format_is_right():
+    for x in (FORMATS["contiguous"], FORMATS["channels last"], FORMATS["channels last in 3-d"]):
+        assert laid_out(x) is x
 
 
 def test_groups_divide_and_hold_enough_values():

@@ -369,3 +369,26 @@ def test_linear_layers_of_other_packages_convert_with_every_method(name):
     assert {"a", "b"} <= {layer.name for layer in report.layers}
     check(model)
     invariants.every_gradient_is_finite(model, x)
+
+
+class TwoNames(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nets.conv(8, 16), nn.BatchNorm2d(16), nn.ReLU()])
+        self.body, self.fc = nn.Sequential(*self.layers), nn.Linear(16, 4)
+
+    def forward(self, x):
+        return self.fc(self.body(x).mean((2, 3)))
+
+
+def test_modules_under_two_names_load_and_are_listed_under_both():
+    model, again = TwoNames(), TwoNames()
+    state = model.state_dict()
+    report = convert_(model, SMALL, example=(4, 8, 6, 6))
+    assert report.moved_parameters == {"layers.1.bias": "layers.0.bias", "body.1.bias": "body.0.bias"}
+    convert_(again, SMALL, example=(4, 8, 6, 6), init=None)
+    again.load_state_dict(model.state_dict())
+    left = again.load_state_dict({report.moved_parameters.get(k, k): v for k, v in state.items()}, strict=False)
+    assert all(key.startswith("fc.last_norm.") for key in left.missing_keys)
+    assert all(key.startswith(("layers.1.", "body.1.")) for key in left.unexpected_keys)
+    torch.testing.assert_close(again.body[0].weight, state["body.0.weight"])

@@ -47,6 +47,35 @@ class NoAffine(nn.Module):
         return self.fc(self.norm2(F.relu(self.norm(self.conv(x)))).mean((2, 3)))
 
 
+class Aliased(nn.Module):
+    """Modules under several names: a layer and its BatchNorm, a layer alone, a BatchNorm alone, one by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.BatchNorm2d(8)])
+        self.body = nn.Sequential(*self.layers)
+        self.conv, self.norm = nn.Conv2d(8, 6, 1), nn.BatchNorm2d(6)
+        self.stem, self.last = self.layers[0], self.norm
+        self.pair = nn.ModuleDict({"conv": nn.Conv2d(6, 6, 1), "norm": nn.BatchNorm2d(6)})
+        self.final, self.fc = self.pair["conv"], nn.Linear(6, 5)
+
+    def forward(self, x):
+        x = F.relu(self.norm(self.conv(self.body(x))))
+        return self.fc(self.pair["norm"](self.final(x)).mean((2, 3)))
+
+
+class Viewed(nn.Module):
+    """A BatchNorm gives contiguous tensors, of whatever strides: code relies on it."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.norm, self.fc = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8 * 64, 5)
+
+    def forward(self, x):
+        x = self.layer(x.flatten(2).transpose(1, 2))
+        return self.fc(F.relu(self.norm(x.transpose(1, 2))).view(len(x), -1))
+
+
 def plain() -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(3, 6, 1), *nets.plain())
 
@@ -61,6 +90,8 @@ NETS = {
     "segmenter": nets.Segmenter,
     "shared": Shared,
     "no affine": NoAffine,
+    "aliased": Aliased,
+    "viewed": Viewed,
 }
 every_net = pytest.mark.parametrize("name", NETS)
 
@@ -138,6 +169,16 @@ def test_loads_checkpoints_of_the_original_and_its_own(name):
     assert torch.equal(first(own(x)), first(kept(x)))
 
 
+def test_moved_parameters_are_listed_under_every_name():
+    model = build("aliased")
+    keys = {key for key in model.state_dict() if not key.endswith("num_batches_tracked")}
+    moved = mn.convert_(model, mn.MimicNorm(), example=IMAGES, init="keep").moved_parameters
+    assert keys - model.state_dict().keys() == moved.keys()
+    assert set(moved.values()) <= model.state_dict().keys()
+    assert (moved["layers.1.bias"], moved["body.1.bias"]) == ("layers.0.beta", "body.0.beta")
+    assert (moved["norm.weight"], moved["last.weight"]) == ("conv.gamma", "conv.gamma")
+
+
 def test_row_means_stay_under_sgd():
     kept, x = mn.convert(build("resnet"), mn.MimicNorm(), example=IMAGES, init="keep"), images()
     layers = [m for m in kept.modules() if isinstance(m, Kept) and m.centring == "backward"]
@@ -198,6 +239,31 @@ def test_a_layer_that_cannot_take_it_up_leaves_an_affine_map():
     kept = mn.convert(model, mn.MimicNorm(), example=IMAGES, init="keep").eval()
     assert isinstance(kept[5], KeptNorm)
     torch.testing.assert_close(kept(images()), model(images()))
+
+
+class Bare(nn.Module):
+    """A BatchNorm behind a weight that is in no convolution or linear layer."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.way = way
+        self.bilinear, self.weight = nn.Bilinear(6, 6, 12), nn.Parameter(torch.randn(16, 6))
+        self.norm, self.fc = nn.BatchNorm1d(12), nn.Linear(12, 5)
+
+    def forward(self, x):
+        y = self.bilinear(x, x) if self.way == "bilinear" else F.linear(x, self.weight[:12])
+        return self.fc(self.norm(y).relu())
+
+
+@pytest.mark.parametrize("way", ["bilinear", "sliced"])
+@pytest.mark.parametrize("method", [mn.MimicNorm(), mn.WeightMean(), mn.NoNorm()], ids=lambda m: m.name)
+def test_no_layer_that_could_be_changed(way, method):
+    model, x = trained(Bare(way)), torch.randn(4, 6, dtype=torch.float64)
+    kept = mn.convert(model, method, example=(4, 6), init="keep").train()
+    assert isinstance(kept.norm, KeptNorm)
+    torch.testing.assert_close(kept(x), model(x), rtol=1e-10, atol=1e-10)
+    with pytest.raises(RefusedError, match="norm: MimicNorm changes"):
+        mn.convert(Bare(way), mn.MimicNorm(), example=(4, 6))
 
 
 # -- what cannot be kept -----------------------------------------------------------------------------------------

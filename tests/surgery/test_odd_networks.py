@@ -16,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from mimicnorm.deploy import fold
 from mimicnorm.errors import ExampleError, MimicNormError, RefusedError
 from mimicnorm.layers import LastNormed, Shift, WeightMean
-from mimicnorm.methods import Fixup, MimicNorm, NoNorm
+from mimicnorm.methods import Fixup, GroupNormWS, MimicNorm, NoNorm, ScaledWS
 from mimicnorm.surgery.convert import convert, convert_
 from mimicnorm.surgery.init import initialise
 from mimicnorm.surgery.planning import plan
@@ -538,3 +539,28 @@ def test_a_beta_that_moves_beside_a_scalar_is_reported():
     assert set(model.state_dict()) - keys <= {*report.moved_parameters.values(), *dict(report.new_parameters)} | {
         f"fc.last_norm.{k}" for k in ("running_mean", "running_var", "num_batches_tracked")
     }
+
+
+class ViewedBehind(nn.Module):
+    """A BatchNorm gives contiguous tensors, of whatever strides: code relies on it."""
+
+    def __init__(self, way: str, affine: bool):
+        super().__init__()
+        self.way = way
+        norm = nn.BatchNorm2d if way == "columns" else nn.BatchNorm1d
+        self.layer, self.norm, self.fc = nn.Linear(16, 32), norm(32, affine=affine), nn.Linear(32 * 6, 4)
+
+    def forward(self, x):
+        x = self.layer(x)
+        x = x.transpose(1, 2) if self.way == "tokens" else x.unflatten(1, (2, 3)).permute(0, 3, 2, 1)
+        return self.fc(self.norm(x).view(len(x), -1))
+
+
+@pytest.mark.parametrize("way", ["tokens", "columns"])
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("method", [MimicNorm(), NoNorm(), GroupNormWS(), ScaledWS()], ids=lambda m: m.name)
+def test_views_of_what_a_batch_norm_made_of_a_permuted_tensor(method, affine, way):
+    model, x = ViewedBehind(way, affine), torch.randn(3, 6, 16)
+    convert_(model, method, example=x)
+    assert model(x).shape == (3, 4)
+    torch.testing.assert_close(fold(model.eval())(x), model(x), rtol=1e-5, atol=1e-5)

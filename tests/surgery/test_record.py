@@ -104,6 +104,16 @@ def test_factories_do_not_carry_data():
     assert only(graph, op="mul").kind is Kind.CONSTANT
 
 
+@pytest.mark.parametrize("reads_values", [True, False])
+def test_a_batch_norm_gives_its_memory_format(reads_values):
+    def run(model, x):
+        y = model.bn(model.a(x).transpose(2, 3))
+        assert not reads_values or y.mean().item() < 1
+        return model.b(y).flatten(1) + y.view(len(x), -1)
+
+    assert graph_of(run).fake is not reads_values
+
+
 def test_unused_reads_are_forgotten():
     def run(m, x):
         y = m.a(x)

@@ -158,7 +158,8 @@ class _Folding:
         self.modules = dict(self.model.named_modules())
 
     def carry_out(self) -> None:
-        beside = {name: self._make_plain(name, m) for name, m in self.modules.items() if isinstance(m, Derived)}
+        changed = {n: m for n, m in self.modules.items() if isinstance(m, Derived) or parametrize.is_parametrized(m)}
+        beside = {name: self._make_plain(name, module) for name, module in changed.items()}
         graphs = [record_in_mode(self.model, self.example, training=False)]
         apart = {name: m for name, m in self.modules.items() if hasattr(m, "as_affine")}
         if any(not calls_of(graphs[0], name) for name in apart):  # auxiliary heads run in training mode alone
@@ -289,18 +290,22 @@ class _Folding:
 
 
 def _strip(layer: Any) -> None:
-    """Give a module the class it had before the conversion, without parametrizations; a head stays a head."""
+    """Give a module the class it had before the conversion, its parametrized tensors as values; a head stays a head."""
     headed = isinstance(layer, LastNormed)
     while "mixin" in type(layer).__dict__ or parametrize.is_parametrized(layer):
         if "mixin" in type(layer).__dict__:
             layer.__class__ = type(layer).base
             continue
         # not remove_parametrizations: it writes into the class, which the original shares
-        values = {name: getattr(layer, name) for name in layer.parametrizations}
+        values = {name: getattr(layer, name).detach().clone() for name in layer.parametrizations}
+        learned = {name for name, made in layer.parametrizations.items() if made._parameters}
         del layer._modules["parametrizations"]
         layer.__class__ = type(layer).__bases__[0]
         for name, value in values.items():
-            layer.register_parameter(name, nn.Parameter(value.detach().clone()))
+            if name in learned:
+                layer.register_parameter(name, nn.Parameter(value))
+            else:
+                layer.register_buffer(name, value)
     if headed:
         layer.__class__ = derived_class(LastNormed, type(layer))  # pyrefly: ignore
 

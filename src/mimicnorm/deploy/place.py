@@ -49,15 +49,17 @@ def find_place(graph: Graph, modules: Modules, calls: Calls, affine: Affine) -> 
     """Find the layers that can do what a module between them does, such that it becomes an identity; None if none can.
 
     An identity passes its input on. So either nothing else reads that input, or nothing writes into the output: an
-    in-place activation must not overwrite a skip connection.
+    in-place activation must not overwrite a skip connection. A module that changes the memory format, for views behind
+    it, may go where layers alone read its output.
     """
+    relaid = any(out.op == "contiguous" for _, out in calls)
     if affine.is_identity:
-        alone = all(read_once(x) and not x.tapped and x.kind in _FRESH for x, _ in calls)
+        alone = not relaid and all(read_once(x) and not x.tapped and x.kind in _FRESH for x, _ in calls)
         return Place((), True) if alone or _readers(graph, modules, calls, affine) else None
-    name = _producer(graph, modules, [x for x, _ in calls], affine)
+    name = None if relaid else _producer(graph, modules, [x for x, _ in calls], affine)
     if name is None and (readers := _readers(graph, modules, calls, affine)):
         return Place(readers, False)
-    if name is None and affine.scale is None and len(calls) == 1:
+    if name is None and not relaid and affine.scale is None and len(calls) == 1:
         name = _addend(graph, modules, calls[0][1], affine)
     return None if name is None else Place((name,), True)
 
@@ -143,9 +145,10 @@ def _adds(node: Node) -> bool:
 
 def _applies_its_own(name: str, modules: Modules, graph: Graph) -> bool:
     """Whether a layer applies its weight and bias as PyTorch's own does, in every use; foreign forwards are probed."""
-    calls, layer = graph.calls(name), copy.copy(modules[name])
+    calls = graph.calls(name)
     if not all(call.inside_module and not call.derived_weight and call.inputs for call in calls):
         return False
+    layer = copy.copy(modules[name])
     layer.__class__ = own_class(layer)
     probed = probe.layer(layer, calls[0].inputs[0].shape)
     return probed.takes_bias and probed.follows

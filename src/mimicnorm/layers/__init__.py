@@ -3,7 +3,7 @@
 from mimicnorm.layers.derive import Derived
 from mimicnorm.layers.kept import Kept, KeptNorm, OriginalKeys, TrainedNorm, keep_, recoverable
 from mimicnorm.layers.last_norm import LastNorm, LastNormed, last_norm_
-from mimicnorm.layers.leftovers import FixupScalars, GroupNorm, Remains, Scale, Shift, group_count
+from mimicnorm.layers.leftovers import FixupScalars, GroupNorm, Remains, Scale, Shift, group_count, laid_out
 from mimicnorm.layers.linear import LINEAR_CALLS, WEIGHT_LAYERS, Convolution, fan_in, has_own_forward, plain_kind
 from mimicnorm.layers.reweight import (
     FixupLayer,

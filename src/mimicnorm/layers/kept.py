@@ -265,17 +265,20 @@ class OriginalKeys:
     """A hook that lets a converted network load the checkpoints of the network it was made from.
 
     Args:
-        moved: Old key -> new key.
+        moved: Old keys -> new keys of each tensor; several of either where a module has several names.
         dropped: Old keys that stand for nothing any more.
     """
 
-    def __init__(self, moved: dict[str, str], dropped: list[str]):
+    def __init__(self, moved: dict[tuple[str, ...], tuple[str, ...]], dropped: list[str]):
         self.moved, self.dropped = moved, dropped
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
         del module
         for old, new in self.moved.items():
-            if prefix + old in state_dict and prefix + new not in state_dict:
-                state_dict[prefix + new] = state_dict.pop(prefix + old)
+            missing = [prefix + key for key in new if prefix + key not in state_dict]
+            given = [prefix + key for key in old if prefix + key in state_dict]
+            if missing and given:
+                values = [state_dict.pop(key) for key in given]
+                state_dict.update(dict.fromkeys(missing, values[0]))
         for key in self.dropped:
             state_dict.pop(prefix + key, None)

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
 
 class Shift(nn.Module):
     """``x + beta`` per channel, always a fresh tensor.
@@ -26,8 +28,8 @@ class Shift(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Add beta along the channels."""
         if self.bias is None:
-            return x.clone()
-        return x + _along(self.bias, x, self.channel_dim).to(x.dtype)
+            return laid_out(x.clone())
+        return laid_out(x + _along(self.bias, x, self.channel_dim).to(x.dtype))
 
     def extra_repr(self) -> str:
         """Show the width."""
@@ -55,7 +57,7 @@ class Scale(nn.Module):
         """Multiply by the scalar, add beta along the channels."""
         scale, _ = self.as_affine()
         y = x * scale.to(x.dtype)
-        return y if self.bias is None else y + _along(self.bias, x, self.channel_dim).to(x.dtype)
+        return laid_out(y if self.bias is None else y + _along(self.bias, x, self.channel_dim).to(x.dtype))
 
     def extra_repr(self) -> str:
         """Show what is learnt."""
@@ -81,7 +83,7 @@ class FixupScalars(nn.Module):
         """Multiply, then add."""
         if self.residual_scale is not None:
             x = x * self.residual_scale.to(x.dtype)
-        return x + self.scalar_bias.to(x.dtype)
+        return laid_out(x + self.scalar_bias.to(x.dtype))
 
 
 class GroupNorm(nn.GroupNorm):
@@ -141,6 +143,27 @@ class Remains(nn.Module):
         for child in self.children():
             x = child(x)
         return x
+
+
+def laid_out(y: Tensor) -> Tensor:
+    """Return a fresh tensor in the memory format of a BatchNorm's output: channels last, or else contiguous.
+
+    Arithmetic keeps the strides of a permuted tensor, a BatchNorm does not: code behind it may call ``view``. Where the
+    format is right already, as it nearly always is, nothing is copied.
+
+    Example:
+        >>> laid_out(torch.ones(2, 6, 3).transpose(1, 2)).stride(), laid_out(torch.ones(2, 6, 3)).stride()
+        ((18, 6, 1), (18, 3, 1))
+    """
+    return y if y.is_contiguous() or _is_channels_last(y) else y.contiguous()
+
+
+def _is_channels_last(y: Tensor) -> bool:
+    if y.dim() not in _CHANNELS_LAST:
+        return False
+    if torch._C._are_functorch_transforms_active():  # vmap knows one format only
+        return y.movedim(1, -1).is_contiguous()
+    return y.is_contiguous(memory_format=_CHANNELS_LAST[y.dim()])
 
 
 def _along(vector: Tensor, x: Tensor, dim: int) -> Tensor:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Collection, Iterator, Sequence
+import operator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,12 +91,34 @@ def _carry_out(model: nn.Module, planned: Plan, example: Any) -> Report:
                 layer.project_()
         planned.example_shape = float_shape(example)
         model._mimicnorm = planned  # pyrefly: ignore  # for check and init_; not in the state dict
+        keys_of = _all_keys(model)
+        moved = {keys_of(old): keys_of(new) for old, new in report.moved_parameters.items()}
+        report.moved_parameters = {old: _nearest(old, new) for olds, new in moved.items() for old in olds}
         if report.init == "keep":
-            dropped = [f"{n.name}.num_batches_tracked".lstrip(".") for n in report.norms if n.action != "leave"]
-            model.register_load_state_dict_pre_hook(OriginalKeys(dict(report.moved_parameters), dropped))
+            norms = [n.name for n in report.norms if n.action != "leave"]
+            dropped = [key for name in norms for key in keys_of(f"{name}.num_batches_tracked".lstrip("."))]
+            model.register_load_state_dict_pre_hook(OriginalKeys(moved, dropped))
         elif report.init is not None:
             initialise(model, report, report.init, example)
     return report
+
+
+def _all_keys(model: nn.Module) -> Callable[[str], tuple[str, ...]]:
+    """Return the function that gives all keys of a module's tensor: a module may be registered under several names."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, m in model.named_modules(remove_duplicate=False):
+        names.setdefault(m, []).append(name)
+
+    def keys_of(key: str) -> tuple[str, ...]:
+        module, _, attribute = key.rpartition(".")
+        return tuple(f"{name}.{attribute}".lstrip(".") for name in names[model.get_submodule(module)])
+
+    return keys_of
+
+
+def _nearest(old: str, new: Sequence[str]) -> str:
+    """Of a tensor's new keys, the one that has most in common with an old one: body.1.weight goes to body.0.gamma."""
+    return max(new, key=lambda key: sum(map(operator.eq, old.split("."), key.split("."))))
 
 
 def init_(model: nn.Module, init: str = "theory", *, example: Any = None) -> None:

@@ -168,7 +168,7 @@ class Report(Plan):
     Attributes:
         new_parameters: (qualified name, parameter) of every trainable parameter that did not exist before.
         moved_parameters: Old key -> new key of betas that live on as, or were added to, a layer's bias or a shift; with
-            ``init="keep"`` of all that a BatchNorm had.
+            ``init="keep"`` of all that a BatchNorm had. Under every name that a module is registered by.
     """
 
     new_parameters: list[tuple[str, Parameter]] = field(default_factory=list)

@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mimicnorm.errors import ExampleError
-from mimicnorm.layers import LINEAR_CALLS, WEIGHT_LAYERS, Reweighted, autocast_dtype
+from mimicnorm.layers import LINEAR_CALLS, WEIGHT_LAYERS, Reweighted, autocast_dtype, laid_out
 from mimicnorm.layers.reweight import LinearCall
 from mimicnorm.surgery.aliases import Aliases, storage_of
 from mimicnorm.surgery.example import tensors_in
@@ -370,8 +370,8 @@ class _Taint(TorchDispatchMode):
 
 
 def stand_in(x: Tensor, fake: bool) -> Tensor:
-    """What a BatchNorm returns: of fake tensors the shape matters, of real ones the values may steer the model."""
-    return x.clone() if fake or x.numel() <= x.shape[1] else F.batch_norm(x, None, None, training=True)
+    """What a BatchNorm returns: of fake tensors the format matters, of real ones the values may steer the model."""
+    return laid_out(x.clone()) if fake or x.numel() <= x.shape[1] else F.batch_norm(x, None, None, training=True)
 
 
 def _is_hooked(module: nn.Module) -> bool:

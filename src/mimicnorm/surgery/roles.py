@@ -64,7 +64,8 @@ def assign(graph: Graph, norms: Iterable[str], heads: set[str], plan: Plan) -> R
         for call in graph.nodes:
             if call.layer is not None and call.layer in heads and call.norm is None:
                 roles.layers.setdefault(call.layer, (call, "head"))
-    if bare and not roles.layers and not method.unit_norms:
+    stands_alone = method.unit_norms or method.keeps_statistics  # what replaces a BatchNorm needs no changed layer
+    if bare and not roles.layers and not stands_alone:
         plan.refuse(
             bare[0],
             f"{type(method).__name__} changes convolutions and linear layers, and no BatchNorm follows one",
