@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mimicnorm.arguments import positive_int
 from mimicnorm.errors import MicroBatchError
-from mimicnorm.microbatch.trees import children, leaves, map_leaves, map_tensors, rebuild
+from mimicnorm.microbatch.trees import children, is_record, leaves, map_leaves, map_tensors, rebuild
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def _one_each(x: Any, size: int) -> bool:
     if not isinstance(x, (list, tuple)) or len(x) != size or all(i is None for i in x):
         return False
     of_all = [len(t) == size for t in leaves(x) if counts_samples(t)]
-    return not of_all or not all(of_all) or all(isinstance(i, dict) for i in x)
+    return not of_all or not all(of_all) or all(isinstance(i, dict) or is_record(i) for i in x)
 
 
 def _refuse_list(items: list | tuple | None, remedy: str) -> None:
