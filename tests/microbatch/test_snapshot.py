@@ -12,7 +12,7 @@ from whole_and_parts import AveragedHeads, Chained, Classifier, Counts, batch, c
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.microbatch import LastNormCrossEntropy, backward
-from mimicnorm.microbatch.snapshot import Snapshot, modules_in
+from mimicnorm.microbatch.snapshot import Snapshot
 
 
 def raises(out: Tensor, targets: Tensor) -> Tensor:
@@ -99,43 +99,6 @@ def test_statistics_of_the_loss_are_put_back(wrap, last_norm):
         backward(net, wrap(loss_fn), x, y, micro_batch=3)
     assert torch.equal(state(net, loss_fn), before)
     assert loss_fn.calls == 1
-
-
-LOSS = nn.CrossEntropyLoss()
-
-
-def by_a_global_name(out: Tensor, targets: Tensor) -> Tensor:
-    return LOSS(out, targets)
-
-
-class Trainer:
-    """No module itself."""
-
-    def __init__(self) -> None:
-        self.criterion = nn.Sequential(LOSS)
-
-    def loss(self, out: Tensor, targets: Tensor) -> Tensor:
-        return self.criterion[0](out, targets)
-
-    def __call__(self, out: Tensor, targets: Tensor) -> Tensor:
-        return self.loss(out, targets)
-
-
-def test_the_modules_of_a_loss_are_found():
-    trainer = Trainer()
-    inside = [LOSS]
-    for loss_fn in (
-        *(LOSS, LOSS.forward, functools.partial(LOSS), by_a_global_name, functools.partial(by_a_global_name)),
-        *(
-            lambda out, t: by_a_global_name(out, t),
-            lambda out, t: inside[0](out, t),
-            lambda out, t, loss=LOSS: loss(out, t),
-        ),
-        *(lambda out, t: [LOSS(out, x) for x in t], torch.compile(LOSS, backend="eager")),
-    ):
-        assert LOSS in modules_in(loss_fn), loss_fn
-    assert modules_in(trainer) == modules_in(trainer.loss) == [trainer.criterion, LOSS]
-    assert modules_in(F.cross_entropy) == []
 
 
 def test_a_snapshot_tells_what_had_changed():

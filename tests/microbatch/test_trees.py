@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from whole_and_parts import EXACT, Classifier, batch, check_exact, converted, relative_error
+from whole_and_parts import EXACT, Classifier, batch, check_exact, converted, full_batch, relative_error
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.microbatch import backward
+from mimicnorm.microbatch.batches import join
 from mimicnorm.microbatch.trees import leaves
 
 
@@ -150,9 +152,31 @@ class Attributes(dict):
         self.__dict__ = self
 
 
+@dataclass
+class Record:
+    """A dataclass, with an attribute that is no field."""
+
+    a: Tensor
+    b: Tensor
+    nothing: None = None
+
+    def __post_init__(self) -> None:
+        self.doubled = 2 * self.a
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    a: Tensor
+    b: Tensor
+    swapped: tuple = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "swapped", (self.b, self.a))
+
+
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", [Output, Attributes, SimpleNamespace])
-def test_dicts_of_other_classes_and_namespaces(kind, mode):
+@pytest.mark.parametrize("kind", [Output, Attributes, SimpleNamespace, Record, Frozen])
+def test_dicts_of_other_classes_namespaces_and_dataclasses(kind, mode):
     def total(out: object, targets: Tensor) -> Tensor:
         a, b = (out["a"], out["b"]) if kind is Output else (out.a, out.b)
         return F.cross_entropy(a, targets) + 3 * F.cross_entropy(b, targets * 0)
@@ -168,4 +192,32 @@ def test_dicts_of_other_classes_and_namespaces(kind, mode):
     if mode.get("return_outputs"):
         assert type(made[1]) is kind
         assert kind is not Output or made[1].source == "kept"
-        torch.testing.assert_close(leaves(made[1]), [t.detach() for t in leaves(expected)])
+        assert kind is not Record or torch.equal(made[1].doubled, 2 * made[1].a)
+        assert kind is not Frozen or torch.equal(made[1].swapped[1], made[1].a)
+        torch.testing.assert_close(leaves(made[1]), [t if t is None else t.detach() for t in leaves(expected)])
+
+
+def test_dataclasses_as_targets_are_cut_and_joined():
+    x, y = batch(8)
+    for last_norm in (True, False):
+        net, targets = converted(Classifier(), last_norm=last_norm), Record(y, y.double())
+        check_exact(net, lambda out, t: F.cross_entropy(out, t.a), x, targets, micro_batch=3)
+    loader = [(x[:3], Record(y[:3], y[:3])), (x[3:], Record(y[3:], y[3:]))]
+    net = converted(Classifier())
+    whole, _ = full_batch(net, F.cross_entropy, x, y)
+    backward(net, lambda out, t: F.cross_entropy(out, t.a), loader)
+    assert relative_error(net, whole) <= EXACT
+
+
+def test_a_list_of_one_dataclass_per_sample_is_no_structure_of_the_batch():
+    boxes = [Record(torch.zeros(3, 4), torch.zeros(3)) for _ in range(3)]  # three boxes, by chance as many as samples
+    assert len(join([boxes, boxes], [3, 3])) == 6
+
+
+def test_an_output_without_tensors_says_what_may_be_returned():
+    net = converted(TwoHeads())
+    net.arrange = lambda *_: object()
+    with pytest.raises(
+        MicroBatchError, match=r"returned a object without tensors .*dict, dataclass or SimpleNamespace"
+    ):
+        backward(net, lambda out, t: F.cross_entropy(out.a, t), *batch(8), micro_batch=3)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mimicnorm.arguments import positive_int
 from mimicnorm.errors import MicroBatchError
-from mimicnorm.microbatch.trees import children, leaves, map_leaves, map_tensors, rebuild
+from mimicnorm.microbatch.trees import children, is_record, leaves, map_leaves, map_tensors, rebuild
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class MicroBatch:
 
     def versions(self) -> list[int]:
         """How often each input tensor has been written."""
-        return [_version(t) for t in leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
+        return [writes(t) for t in leaves((self.args, self.kwargs)) if isinstance(t, Tensor)]
 
     def __str__(self) -> str:
         return f"micro-batch {self.index} (samples {self.first} to {self.first + self.size - 1})"
@@ -99,7 +99,7 @@ def collect(loader: Iterable) -> list[MicroBatch]:
         size = _size((args, kwargs), f"inputs of micro-batch {len(pieces)}")
         pieces.append(MicroBatch(len(pieces), first, size, args, kwargs, item[1]))
         first += size
-        tensors += [(len(pieces), t, _version(t)) for t in leaves(tuple(item)) if counts_samples(t, Tensor)]
+        tensors += [(len(pieces), t, writes(t)) for t in leaves(tuple(item)) if counts_samples(t, Tensor)]
     _refuse_reuse(tensors, isinstance(loader, Sequence))
     if not pieces:
         raise MicroBatchError("the loader yielded no micro-batch: a generator that was used before is empty")
@@ -111,7 +111,7 @@ def _refuse_reuse(tensors: list[tuple[int, Tensor, int]], at_once: bool) -> None
     owners: dict[int, int] = {}
     for number, t, version in tensors:
         shared = not at_once and t.numel() > 0 and owners.setdefault(t.data_ptr(), number) != number
-        if shared or _version(t) != version:
+        if shared or writes(t) != version:
             raise MicroBatchError(
                 "the loader uses the memory of one micro-batch again for another: all micro-batches are kept until "
                 "the end, so yield copies (.clone())"
@@ -234,7 +234,8 @@ def _same(x: Any, y: Any) -> bool:
     return x is y or (np.array_equal(x, y) if arrays else bool(x == y))
 
 
-def _version(t: Tensor) -> int:
+def writes(t: Tensor) -> int:
+    """How often a tensor has been written."""
     return 0 if t.is_inference() else t._version  # inference tensors do not count
 
 
@@ -258,7 +259,7 @@ def _one_each(x: Any, size: int) -> bool:
     if not isinstance(x, (list, tuple)) or len(x) != size or all(i is None for i in x):
         return False
     of_all = [len(t) == size for t in leaves(x) if counts_samples(t)]
-    return not of_all or not all(of_all) or all(isinstance(i, dict) for i in x)
+    return not of_all or not all(of_all) or all(isinstance(i, dict) or is_record(i) for i in x)
 
 
 def _refuse_list(items: list | tuple | None, remedy: str) -> None:

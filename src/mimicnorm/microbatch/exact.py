@@ -35,8 +35,9 @@ from mimicnorm.microbatch.guards import heads_of, is_inexact, require_finite, re
 from mimicnorm.microbatch.heads import Replay, gradient_of, require_same, warn_if_regression
 from mimicnorm.microbatch.loss_scope import LossScope, WholeBatchNeededError
 from mimicnorm.microbatch.passes import ADDED, Run, first_pass, graph_pass, noted, outputs_of
+from mimicnorm.microbatch.reach import modules_in
 from mimicnorm.microbatch.replay import full_precision, input_device
-from mimicnorm.microbatch.snapshot import modules_in, restored_on_error
+from mimicnorm.microbatch.snapshot import restored_on_error
 from mimicnorm.microbatch.trees import leaves
 
 Denominator = float | Tensor | Callable[[Any], float | Tensor]
@@ -73,7 +74,8 @@ def backward(
             is called more often than there are micro-batches (not so torch's cross entropy, which is known to be a
             mean unless it has weights or ignores a target). Random generators and the state of modules are put
             back after that, but not what else a function does (counting correct answers in a closure):
-            ``loss_in_pieces=False`` has it called once, with the whole batch.
+            ``loss_in_pieces=False`` has it called once, with the whole batch. What it needs of a forward pass has to
+            be in the output: a tensor that ``forward`` left elsewhere is refused where it is not that of the samples.
         inputs: A tensor, a tuple of call arguments or a dict of keyword arguments; without ``micro_batch``, anything
             that yields micro-batches as (inputs, targets). May stay in host memory: each micro-batch is copied to
             the model's device when it runs.
@@ -171,6 +173,7 @@ def _loss_in_pieces(
     if run.heads:
         _normalise(run, scope)
         with ranks.all_or_none(run.device):
+            scope.left.find()
             for piece, outputs in zip(run.pieces, outputs_of(run), strict=True):
                 scaled, value = scope.of_piece(outputs, piece)
                 scope.check(run.structure(outputs, piece), piece)
@@ -221,6 +224,7 @@ def _loss_of_whole(run: Run, scope: LossScope, targets: Any, added: list[Tensor]
     _normalise(run, scope)
     with ranks.all_or_none(run.device), scope.explained():
         whole = run.joined(list(outputs_of(run)))
+        scope.left.find()
         learning = [i for i, t in enumerate(whole) if trains and isinstance(t, Tensor) and is_inexact(t)]
         for i in learning:
             whole[i].retain_grad() if whole[i].requires_grad else whole[i].requires_grad_()
@@ -264,6 +268,7 @@ def _loss_of_whole(run: Run, scope: LossScope, targets: Any, added: list[Tensor]
 def _normalise(run: Run, scope: LossScope) -> None:
     """Run the first pass and normalise the logits of the whole batch."""
     with ranks.all_or_none(run.device, amounts=2) as keys, scope.explained():
+        scope.left.begin()
         first_pass(run)
         key = zlib.crc32(repr(list(run.calls)).encode()) % 4096
         keys[:] = key, key * key

@@ -12,6 +12,7 @@ from mimicnorm.errors import MicroBatchError, NonFiniteError
 from mimicnorm.layers import LastNorm
 from mimicnorm.layers.last_norm import refused, world_size
 from mimicnorm.microbatch.batches import MicroBatch, to_device
+from mimicnorm.microbatch.left_behind import LeftBehind
 from mimicnorm.microbatch.passes import Run, noted
 from mimicnorm.microbatch.probe_loss import (
     IN_PARTS,
@@ -43,6 +44,7 @@ class LossScope:
         why_whole: Why the loss sees the whole batch although the model has no last BN.
         weight: The factor of each loss, or with means of each sample.
         foreign: The first targets of rank 0, and their number of samples.
+        left: What the passes before the loss left outside of the model's output, for the loss to leave alone.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class LossScope:
         self.in_pieces = bool(loss_in_pieces) or not self.two_passes
         self.why_whole, self.weight = "", 1.0
         self.foreign: tuple[Any, int] | None = None
+        self.left = LeftBehind(run.model, loss_fn)
         alone = world_size() == 1 and len(run.pieces) == 1
         probed = not alone and (bool(self.confined) or not self.two_passes)
         self.probe = LossProbe(loss_fn, as_sum, modules, run) if probed else None
@@ -71,7 +74,7 @@ class LossScope:
 
     def __call__(self, outputs: Any, targets: Any, samples: int, where: str) -> tuple[Tensor, Tensor]:
         """Return the loss to differentiate, and its value."""
-        with refused(IN_PARTS) if self.in_pieces else self.explained():
+        with refused(IN_PARTS) if self.in_pieces else self.explained(), self.left.refused():
             loss = self.loss_fn(outputs, targets)
         require_one_number(loss, where)
         if not loss.requires_grad:

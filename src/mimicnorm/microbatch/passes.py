@@ -77,7 +77,7 @@ class Run:
         if not any(isinstance(t, Tensor) for t in leaves(output)):
             raise MicroBatchError(
                 f"the model returned a {type(output).__name__} without tensors in it; return a tensor, or a tuple, "
-                "list, dict or SimpleNamespace of tensors"
+                "list, dict, dataclass or SimpleNamespace of tensors"
             )
         if piece.index in self._trees:
             return self._trees[piece.index].leaves(output, f"{piece} when it ran again")

@@ -4,15 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 from collections.abc import Iterable, Iterator
-from types import CodeType, FunctionType, MethodType
-from typing import Any
 
 from torch import Generator, Tensor, nn
-
-_LONGEST_LIST, _MOST_OBJECTS = 100, 1000
-"""A longer list is data and holds no modules; no more objects than this are looked at."""
 
 
 class Snapshot:
@@ -55,51 +49,6 @@ def restored_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
     except BaseException:
         snapshot.restore()
         raise
-
-
-def modules_in(loss_fn: Any) -> list[nn.Module]:
-    """Find the modules that a loss can call: itself, or by a closure, a global name, a partial or an attribute.
-
-    Children are included.
-    """
-    modules: dict[nn.Module, None] = {}
-    objects, seen = [loss_fn], set()
-    while objects and len(seen) < _MOST_OBJECTS:
-        thing = objects.pop()
-        if id(thing) in seen or isinstance(thing, type):
-            continue
-        seen.add(id(thing))
-        if isinstance(thing, nn.Module):
-            modules.update(dict.fromkeys(thing.modules()))
-        elif isinstance(thing, functools.partial):
-            objects += [thing.func, *thing.args, *thing.keywords.values()]
-        elif isinstance(thing, MethodType):
-            objects += [thing.__self__, *getattr(thing.__self__, "__dict__", {}).values(), thing.__func__]
-        elif isinstance(thing, FunctionType):
-            objects += _reachable(thing)
-        elif isinstance(thing, (list, tuple, dict)) and len(thing) < _LONGEST_LIST:
-            objects += thing.values() if isinstance(thing, dict) else thing
-        elif callable(thing):
-            objects += getattr(thing, "__dict__", {}).values()
-    return list(modules)
-
-
-def _reachable(function: FunctionType) -> list[Any]:
-    """List what a function can refer to: closure, globals that it names, defaults, attributes."""
-    if (function.__module__ or "").partition(".")[0] in ("torch", "numpy"):
-        return []
-    cells = []
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            cells.append(cell.cell_contents)
-    names = _names(function.__code__)
-    values = [value for name, value in function.__globals__.items() if name in names]
-    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return [*cells, *values, *defaults, function.__dict__]
-
-
-def _names(code: CodeType) -> set[str]:
-    return set(code.co_names).union(*(_names(c) for c in code.co_consts if isinstance(c, CodeType)))
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

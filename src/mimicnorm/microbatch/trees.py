@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Callable, MutableMapping
 from types import SimpleNamespace
 from typing import Any
@@ -17,15 +18,23 @@ def children(node: Any) -> dict[Any, Any] | None:
     """Return the parts of a container by key, or None for a leaf.
 
     Containers are those that torch's pytree knows (tuple, list, dict, named tuple, types that libraries register),
-    and any other mapping or ``SimpleNamespace``.
+    and any other mapping, ``SimpleNamespace`` or dataclass.
     """
     if isinstance(node, SimpleNamespace):
         return dict(vars(node))
     if isinstance(node, MutableMapping):
         return dict(node)
-    if pytree.tree_is_leaf(node):
-        return None
-    return dict(enumerate(_one_level(node)[0]))
+    if not pytree.tree_is_leaf(node):
+        return dict(enumerate(_one_level(node)[0]))
+    if is_record(node):
+        fields = [f.name for f in dataclasses.fields(node) if hasattr(node, f.name)]
+        return {name: getattr(node, name) for name in fields} | getattr(node, "__dict__", {})  # not only fields
+    return None
+
+
+def is_record(node: Any) -> bool:
+    """Whether this is an instance of a dataclass."""
+    return dataclasses.is_dataclass(node) and not isinstance(node, type)
 
 
 def leaves(structure: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> list[Any]:
@@ -57,8 +66,9 @@ def rebuild(node: Any, parts: dict[Any, Any]) -> Any:
     if not pytree.tree_is_leaf(node):
         return pytree.tree_unflatten(list(parts.values()), _one_level(node)[1])
     new = copy.copy(node)
-    if isinstance(node, SimpleNamespace):
-        vars(new).update(parts)
+    if not isinstance(node, MutableMapping):
+        for key, part in parts.items():
+            object.__setattr__(new, key, part)  # a dataclass may be frozen
         return new
     if getattr(node, "__dict__", None) is node:  # a dict whose items are its attributes
         new.__dict__ = new
