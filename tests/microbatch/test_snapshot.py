@@ -108,3 +108,11 @@ def test_a_snapshot_tells_what_had_changed():
     loss_fn(*(torch.randn(4, 5, dtype=torch.float64), torch.zeros(4, dtype=torch.long)))
     assert snapshot.restore() == {"Centred", "LastNorm"}
     assert loss_fn.calls == 0
+
+
+def test_a_scripted_loss_has_a_snapshot_too():
+    loss = torch.jit.script(nn.CrossEntropyLoss(weight=torch.arange(1.0, 4.0)))
+    snapshot = Snapshot([loss])
+    loss.weight.mul_(2)
+    snapshot.restore()
+    assert torch.equal(loss.weight, torch.arange(1.0, 4.0))

@@ -53,7 +53,8 @@ def restored_on_error(modules: Iterable[nn.Module]) -> Iterator[None]:
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
     """A module's own buffers, and the tensors among its attributes."""
-    return {k: t for k, t in (module.__dict__ | module._buffers).items() if isinstance(t, Tensor)}
+    buffers = dict(module._buffers.items())  # of a scripted module, no dict
+    return {k: t for k, t in (module.__dict__ | buffers).items() if isinstance(t, Tensor)}
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

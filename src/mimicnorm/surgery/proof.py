@@ -6,9 +6,9 @@ takes another path once the class is gone. And no sample may see another.
 
 Forward passes that run to their end: ``record`` takes one, and one more if a BatchNorm did not run or code around one
 asks for the mode. The rehearsal takes one with a prime as batch size, and one with the example's if the two graphs
-differ. Code that asks both for the mode and for what a conversion changes is compared in evaluation mode, too: two more.
-Two on real batches decide where samples seem to meet, and one repeats what is to be refused. Calibration takes one.
-Nearly all networks need the recording and the rehearsal, and no more.
+differ. Code that asks both for the mode and for what a conversion changes is compared in evaluation mode, too: two
+more. Two on real batches decide where samples seem to meet, and one repeats what is to be refused. Calibration takes
+one. Nearly all networks need the recording and the rehearsal, and no more.
 """
 
 from __future__ import annotations
