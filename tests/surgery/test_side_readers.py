@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrize
 
 from mimicnorm.errors import RefusedError
 from mimicnorm.methods import MimicNorm, NoNorm
@@ -198,3 +199,19 @@ def test_tied_weights_are_centred_alike_or_not_at_all(second, normed, ok):
     assert planned.ok == ok
     if not ok:
         assert "its weight is also that of" in planned.refusals[0].reason
+
+
+class Doubled(nn.Module):
+    def forward(self, bias):
+        return 2 * bias
+
+
+@pytest.mark.parametrize("init", [None, "keep"])
+def test_a_bias_that_is_computed_from_others_takes_no_beta(init):
+    model = trained(Net())
+    parametrize.register_parametrization(model.conv, "bias", Doubled())
+    assert [n.action for n in plan(model, NoNorm(), example=images(), init=init).norms] == [
+        "affine" if init else "shift"
+    ]
+    converted = convert(model, NoNorm(), example=images(), init="keep").eval()
+    torch.testing.assert_close(converted(images()), model(images()))

@@ -154,7 +154,9 @@ class Folder:
         """Tell whether a layer can take up the trained BatchNorm directly behind it."""
         edit = self.edit_of(layer)
         mean = getattr(self.modules[name], "running_mean", None)
-        return edit is not None and self.probes[layer].keeps and _fits(mean, self.modules[layer], call)
+        module = self.modules[layer]
+        computed = getattr(module, "bias", None) is not None and module._parameters.get("bias") is None
+        return edit is not None and not computed and self.probes[layer].keeps and _fits(mean, module, call)
 
     def _takes_beta(self, name: str, layer: str, call: Node) -> bool:
         """Tell whether a BatchNorm's beta can become (or join) the bias of the layer directly before it."""
@@ -165,6 +167,8 @@ class Folder:
         bias = getattr(module, "bias", None)
         if bias is None or not self.probes[layer].takes_bias:
             return self.probes[layer].takes_bias
+        if module._parameters.get("bias") is None:
+            return False  # it is computed from others (a parametrization), and what is added to it would be lost
         shared = sum(p is bias for m in self.modules.values() for p in m._parameters.values()) > 1
         return bias.requires_grad == beta.requires_grad and not shared  # else one would be frozen or trained by another
 
