@@ -9,13 +9,12 @@ from typing import Any
 
 from torch import nn
 
-_DROPOUTS = {"dropout", "dropout1d", "dropout2d", "dropout3d", "drop_path", "alpha_dropout"}
 _ASKS_FOR_CLASS = {"type", "__class__", "hasattr", "getattr", "running_mean", "running_var", "eps"}
 
 
 def names_mode(module: nn.Module) -> bool:
-    """Whether a module's forward, or a function that it calls, names the mode; not if only for dropout."""
-    return any(_names(f.__code__).isdisjoint(_DROPOUTS) for f in _asking(module))
+    """Whether a module's forward, or a function that it calls, names the mode: for dropout, or to do something else."""
+    return bool(_asking(module))
 
 
 def names_mode_and_class(module: nn.Module) -> bool:
