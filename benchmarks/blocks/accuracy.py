@@ -79,9 +79,13 @@ def accuracy_first() -> str:
 
 def accuracy_larger() -> str:
     runs = _part("longer") | _part("wide")
-    rows = [(_LABELS[data], ",".join(size), f"`{way}`", *_cells([r])) for (data, *size, way), r in runs.items()]
-    head = "labels | size | MimicNorm with | accuracy, % | cross entropy | confidence | calibration error"
-    return table(head, rows, left=3)
+    lines = []
+    for cell in dict.fromkeys(label[:-1] for label in runs):
+        rows = [r for label, r in runs.items() if label[:-1] == cell]
+        data, *size, way = cell
+        lines.append((_LABELS[data], ",".join(size), f"`{way}`", len(rows), *_cells(rows)))
+    head = "labels | size | MimicNorm with | seeds | accuracy, % | cross entropy | confidence | calibration error"
+    return table(head, lines, left=3)
 
 
 def accuracy_factors() -> str:
