@@ -17,8 +17,9 @@ from mimicnorm.data import Source
 from mimicnorm.errors import MemoryPredictionError, RefusedError
 from mimicnorm.surgery.plan import Plan
 from mimicnorm.training.build import converted, first_batch
+from mimicnorm.training.precision import DTYPES
 from mimicnorm.training.processes import Processes
-from mimicnorm.training.step import DTYPES, Trainer, mean_loss, optimizer
+from mimicnorm.training.step import Trainer, mean_loss, optimizer
 
 
 def applied(job: Job, source: Source, processes: Processes) -> tuple[dict[str, Trainer], dict[str, dict[str, Any]]]:

@@ -22,12 +22,12 @@ from mimicnorm import microbatch
 from mimicnorm.compress import saved_activations
 from mimicnorm.errors import MicroBatchError, NonFiniteError, RecipeError
 from mimicnorm.layers.param_groups import param_groups
+from mimicnorm.training.precision import autocast
 from mimicnorm.training.processes import Processes
 from mimicnorm.training.recipes import Recipe
 
 _DDP = inspect.signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _DDP else "broadcast_buffers"  # by torch's version
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Trainer:
@@ -112,10 +112,9 @@ class Trainer:
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def autocast(self) -> torch.autocast:
+    def autocast(self) -> AbstractContextManager:
         """The recipe's precision."""
-        dtype = DTYPES.get(self.recipe.precision)
-        return torch.autocast(self.processes.device.type, dtype=dtype, enabled=dtype is not None)
+        return autocast(self.processes.device, self.recipe.precision, compiled=self.recipe.compile)
 
     def _saving(self, step: int) -> AbstractContextManager:
         """How the forward pass saves activations; rounding is drawn from (seed, step, rank)."""
