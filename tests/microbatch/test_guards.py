@@ -104,6 +104,16 @@ def test_nan_logits_in_one_pass():
         backward(net, F.cross_entropy, x, y, micro_batch=3)
 
 
+@pytest.mark.parametrize("last_norm", [True, False])
+def test_an_optimizer_that_steps_in_a_gradient_hook(last_norm):
+    net = converted(Classifier(), last_norm=last_norm)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.fc.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    message = r"fc.weight.*: the backward pass of micro-batch 0 .* changed this parameter.*have been added: clear them"
+    with pytest.raises(MicroBatchError, match=f"(?s){message}"):
+        backward(net, F.cross_entropy, *batch(8), micro_batch=3)
+
+
 class OwnRandomness(Classifier):
     """Features without a LastNorm, with noise from a generator that nobody sets back."""
 

@@ -71,11 +71,62 @@ def test_a_comparison_says_what_differs():
     ],
 )
 def test_only_torch_s_cross_entropy_without_weights_and_ignored_targets_is_known_to_be_a_mean(loss_fn, targets, plain):
-    other = MicroBatch(0, 0, 5, (), {}, torch.arange(2))
-    assert is_plain_cross_entropy(loss_fn, [other, MicroBatch(1, 5, 5, (), {}, targets)]) == plain
+    other = MicroBatch(0, 0, 2, (), {}, targets[:2] if isinstance(targets, Tensor) else None)
+    assert (
+        is_plain_cross_entropy(
+            loss_fn, [other, MicroBatch(1, 2, len(targets or ()) if targets is None else len(targets), (), {}, targets)]
+        )
+        == plain
+    )
     if plain and isinstance(loss_fn, nn.Module):
         loss_fn.register_forward_hook(lambda _module, _args, loss: loss**2)
         assert not is_plain_cross_entropy(loss_fn, [other])
+
+
+class Scalars(nn.Linear):
+    """A model that averages a loss itself, over what is not one per sample."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        out = super().forward(x)
+        return {"out": out, "loss": F.cross_entropy(out, labels)}
+
+
+def test_a_loss_that_the_model_averages_itself_takes_the_user_s_word():
+    """Micro-batches may have another number of targets each: the mean of their means is another one."""
+    net, x = Scalars(3, 5).double(), torch.randn(12, 3, dtype=torch.float64)
+    labels = torch.arange(12) % 5
+    labels[[0, 1, 7]] = -100
+    inputs = {"x": x, "labels": labels}
+
+    def loss_of_model(out: dict[str, Tensor], _targets: None) -> Tensor:
+        return out["loss"]
+
+    with pytest.raises(
+        MicroBatchError, match=r"(?s)output 1 of the model has shape \(\).*say so with loss_in_pieces"
+    ) as e:
+        backward(net, loss_of_model, inputs, micro_batch=3)
+    assert net.weight.grad is None
+    assert "does not count the samples" in str(e.value.__notes__)
+    backward(net, loss_of_model, inputs, micro_batch=3, loss_in_pieces=True)
+    net.zero_grad()
+
+
+def test_a_loader_with_a_number_of_targets_that_differs_gives_no_mean():
+    class Tokens(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x).flatten(0, 1)
+
+    net = Tokens(3, 5)
+    loader = [(torch.randn(2, t, 3), torch.randint(5, (2 * t,))) for t in (4, 7)]
+    with pytest.raises(MicroBatchError, match="must count the samples"):
+        backward(net, F.cross_entropy, loader)
+    assert net.weight.grad is None
+    whole = copy.deepcopy(net)
+    F.cross_entropy(
+        torch.cat([whole(x) for x, _ in loader[:1] * 2]), torch.cat([y for _, y in loader[:1] * 2])
+    ).backward()
+    backward(net, F.cross_entropy, [(x.clone(), y.clone()) for x, y in loader[:1] * 2])
+    assert relative_error(net, whole) <= 1e-6
 
 
 def test_a_head_of_zeros_does_not_hide_weights():

@@ -49,7 +49,9 @@ def is_plain_cross_entropy(loss_fn: Any, pieces: list[MicroBatch]) -> bool:
         ignored = loss_fn.ignore_index
     elif loss_fn is not F.cross_entropy:
         return False
-    return all(isinstance(p.targets, Tensor) and not bool((p.targets == ignored).any()) for p in pieces)
+    if not all(counts_samples(p.targets, Tensor) and not bool((p.targets == ignored).any()) for p in pieces):
+        return False
+    return len({len(p.targets) / p.size for p in pieces}) == 1  # a loader may give one per token, and they may differ
 
 
 @dataclass
@@ -83,9 +85,12 @@ class LossProbe:
     def begin(self, outputs: Any, piece: MicroBatch) -> None:
         """Take the first micro-batch; whatever its loss raises is raised."""
         self._first = self._samples(outputs, piece.targets, piece.size, str(piece))
-        loss, _ = self._evaluate(self._first)
+        loss, grads = self._evaluate(self._first)
         if not bool(loss.isfinite()):
             raise NonFiniteError(f"the loss is {loss.item()} for {piece}")
+        for t, grad in zip(self._first.leaves, grads, strict=True):
+            if not (counts_samples(t) and len(t) == piece.size) and bool(grad.any()):
+                raise CannotTellError(f"it reads an output of shape {tuple(t.shape)}, which does not count the samples")
 
     def compare(self, targets: Any, size: int, name: str, outputs: Any = None, power: float = ROUNDING) -> str:
         """Compare the first micro-batch with other samples; return what differs by more than eps ** power, or nothing.
@@ -135,7 +140,7 @@ class LossProbe:
 
     def _samples(self, outputs: Any, targets: Any, size: int, name: str) -> _Samples:
         outputs = map_tensors(lambda t: t.detach().clone().requires_grad_(is_inexact(t)), outputs)
-        at = [t for t in leaves(outputs) if counts_samples(t, Tensor) and t.requires_grad]
+        at = [t for t in leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
         return _Samples(outputs, to_device(targets, self.run.device), size, name, at)
 
 
