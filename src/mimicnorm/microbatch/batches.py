@@ -246,6 +246,12 @@ def _list_of_samples(structure: Any, size: int) -> list | tuple | None:
     return next((x for x in nodes if size > 1 and _one_each(x, size)), None)
 
 
+def tensors_of_all(structure: Any, size: int) -> list[Tensor]:
+    """List the tensors that have neither a row nor an item of a list for each sample."""
+    nodes = leaves(structure, is_leaf=lambda x: _one_each(x, size))
+    return [t for t in nodes if isinstance(t, Tensor) and not (counts_samples(t) and len(t) == size)]
+
+
 def _one_each(x: Any, size: int) -> bool:
     """Whether this is a list of one item per sample.
 

@@ -1,17 +1,14 @@
 """``backward``: from a batch of any size to its exact gradient, one micro-batch in memory at a time.
 
-1. Every micro-batch runs without a graph (``passes.first_pass``), and only the raw logits are stored.
-2. The LastNorms and the loss see the logits of the whole batch, which gives dL/dlogits. Where something follows a
-   LastNorm inside the model (an average of heads, pooling, softmax), that part runs in one more pass. With
-   ``loss_in_pieces`` the loss sees one micro-batch at a time, here and again in step 3.
-3. Every micro-batch runs again, with a graph and the same random numbers (``passes.graph_pass``), and takes its part
-   of dL/dlogits.
+1. ``first_pass``: every micro-batch runs without a graph, and only the raw logits are stored.
+2. The LastNorms and the loss see the logits of the whole batch, which gives dL/dlogits. What follows a LastNorm inside
+   the model runs in one more pass (``outputs_of``).
+3. ``graph_pass``: every micro-batch runs again, with a graph and the same random numbers, and takes its part of
+   dL/dlogits.
 
 Without a LastNorm step 3 is enough if the loss is a mean over samples, which ``loss_scope`` finds out. If some
-micro-batch shows that it is not, the loss sees the whole batch after all, less what has been added by then.
-
-Nothing is approximated: the gradient is that of the whole batch up to rounding. Each step is inside
-``ranks.all_or_none``, so that an error on one rank is raised on all of them; ranks communicate only in between.
+micro-batch shows that it is not, the loss sees the whole batch after all, less what has been added by then. Each step
+is inside ``ranks.all_or_none``, so that an error on one rank is raised on all; ranks communicate only in between.
 """
 
 from __future__ import annotations
@@ -155,12 +152,12 @@ def _divisor(denominator: Denominator, pieces: list[MicroBatch], targets: Any, d
 @contextlib.contextmanager
 def _together(run: Run, amounts: int = 0, adds: bool = False) -> Iterator[list[float]]:
     """Raise on all ranks what fails inside, and tell of gradients that may have been added there or before."""
-    told = f"Gradients of this batch may have been added here{_CLEAR}" if adds or run.adds else ranks.UNTOUCHED
+    told = f"Gradients of this batch may have been added here{_CLEAR}" if adds or run.has_added else ranks.UNTOUCHED
     with ranks.all_or_none(run.device, told, amounts) as total:
         try:
             yield total
         except Exception as error:
-            if run.adds:
+            if run.has_added:
                 error.add_note(f"Gradients of this batch have been added{_CLEAR}")
             raise
 
@@ -189,7 +186,7 @@ def _loss_in_pieces(
                 with full_precision(run.device):
                     scaled.backward(inputs=[whole.normed_parts[piece.index] for whole in run.calls.values()])
                 values.append(value)
-        run.adds = True
+        run.has_added = True
         for whole in run.calls.values():
             whole.backward()
 
@@ -247,7 +244,7 @@ def _loss_of_whole(run: Run, scope: LossScope, targets: Any, added: list[Tensor]
             scaled = scaled - added_then
         require_same(replays)
         warn_if_regression(run.calls, scaled)
-    run.adds = True
+    run.has_added = True
     with _together(run), full_precision(run.device):
         scaled.backward()  # the parameters of the loss, or of a penalty in it, get their gradient here
     if trains:

@@ -11,17 +11,19 @@ from torch import Tensor, nn
 from mimicnorm.errors import MicroBatchError, NonFiniteError
 from mimicnorm.layers import LastNorm
 from mimicnorm.layers.last_norm import refused, world_size
-from mimicnorm.microbatch.batches import MicroBatch, to_device
+from mimicnorm.microbatch.batches import MicroBatch, join_targets, to_device
 from mimicnorm.microbatch.left_behind import LeftBehind, LeftBehindError
 from mimicnorm.microbatch.passes import Run
 from mimicnorm.microbatch.probe_loss import (
     IN_PARTS,
     ROUNDING,
     CannotTellError,
+    HiddenStateError,
     LossProbe,
     is_plain_cross_entropy,
     require_one_number,
 )
+from mimicnorm.microbatch.trees import leaves
 
 _DENOMINATOR = "Let loss_fn return a sum over samples and give what to divide by: denominator=lambda targets: ..."
 
@@ -111,6 +113,8 @@ class LossScope:
                 why = self._compare_first(probe, outputs)
             else:
                 why = probe.compare(piece.targets, piece.size, str(piece), outputs, 1 / 2 if again else ROUNDING)
+        except HiddenStateError:
+            raise
         except Exception as error:
             cannot_tell = f"it cannot be told whether it is a {self.kind} over samples"
             if is_first and not self.confined:
@@ -139,12 +143,15 @@ class LossScope:
             self._refuse_state(probe)
 
     def _compare_first(self, probe: LossProbe, outputs: Any) -> str:
-        first, *others = self.run.pieces
         if not self.two_passes:
             self.left.find()
         with self.left.refused():
-            probe.begin(outputs, first)
-        compared = [(p.targets, p.size, str(p)) for p in others if not self.two_passes]
+            probe.begin(outputs, self.run.pieces[0])
+        dense = any(isinstance(t, Tensor) and t.dim() > 2 for t in leaves(outputs))  # then memory may be short
+        groups = _groups(self.run.pieces[1:], least=1 if dense else 8)
+        if self.two_passes:  # single micro-batches are compared when their outputs are there
+            groups = [group for group in groups if len(group) > 1]
+        compared = [samples for group in groups for samples in _joined(group)]
         if self.foreign is not None:
             compared.append((*self.foreign, "the first micro-batch of rank 0"))
         return next((why for samples in compared if (why := probe.compare(*samples))), "")
@@ -175,3 +182,26 @@ class LossScope:
             if self.why_whole:
                 error.add_note(f"loss_fn must see the whole batch, because {self.why_whole}")
             raise
+
+
+def _groups(pieces: list[MicroBatch], least: int) -> list[list[MicroBatch]]:
+    """Group successive micro-batches: many a loss that compares samples with each other is zero for two of them."""
+    groups: list[list[MicroBatch]] = []
+    for piece in pieces:
+        if groups and sum(p.size for p in groups[-1]) < least:
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return groups
+
+
+def _joined(group: list[MicroBatch]) -> list[tuple[Any, int, str]]:
+    """Return the targets, size and name of a group, or those of its micro-batches where targets cannot be joined."""
+    each = [(p.targets, p.size, str(p)) for p in group]
+    if len(group) == 1:
+        return each
+    try:
+        names = f"micro-batches {group[0].index} to {group[-1].index}"
+        return [(join_targets(group), sum(p.size for p in group), names)]
+    except MicroBatchError:
+        return each

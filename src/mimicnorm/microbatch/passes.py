@@ -42,7 +42,7 @@ class Run:
         heads: The LastNorms of the model, by name.
         joins: Whether the outputs are joined, so that all must have the same structure.
         has_values: Whether the tensors have values to look at; fake ones have none.
-        adds: Whether gradients of this batch may have been added.
+        has_added: Whether gradients of this batch may have been added.
         starts: The random state from which each micro-batch started in the first pass.
         calls: The logits of each call of a head in the first pass, in an order that is the same on all ranks.
         outputs: The leaves of each micro-batch's output in the first pass. In a model with heads, the place of a tensor
@@ -55,7 +55,7 @@ class Run:
     device: torch.device | None
     joins: bool = True
     has_values: bool = True
-    adds: bool = False
+    has_added: bool = False
     starts: list[RandomState] = field(default_factory=list)
     calls: dict[Call, WholeBatch] = field(default_factory=dict)
     outputs: list[list[Any]] = field(default_factory=list)
@@ -88,7 +88,7 @@ class Run:
 
     def backward(self, roots: list[Root]) -> None:
         """Add the gradients of a micro-batch."""
-        self.adds = True
+        self.has_added = True
         with full_precision(self.device):
             torch.autograd.backward([t for t, _ in roots], [grad for _, grad in roots])
 
