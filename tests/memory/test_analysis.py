@@ -1,7 +1,6 @@
 import json
 
 import pytest
-import torch
 from torch import nn
 
 from mimicnorm.errors import MemoryPredictionError
@@ -76,8 +75,3 @@ def test_the_dictionary_is_json():
     assert loaded["peak_bytes"] == analysis.peak_bytes
     assert sum(loaded["peak"][key] for key in loaded["peak"] if key != "phase") == analysis.peak_bytes
     assert loaded["by_module"] == analysis.by_module()
-
-
-def test_bytes_per_sample():
-    analysis = measure(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.zeros(10, 8), loss=lambda out: out.sum())
-    assert analysis.saved_bytes_per_sample == 8 * 4

@@ -51,14 +51,15 @@ def test_what_is_saved_is_that_of_one_micro_batch(method):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_compiled_and_real_ones_too():
+    shape = (12, 3, 16, 16)
     eager, compiled, real = (
-        measure(model, SHAPE, micro_batch=6, fake=fake)
+        measure(model, shape, micro_batch=6, fake=fake)
         for model, fake in ((converted(), True), (torch.compile(converted()), True), (converted(), False))
     )
     assert real.saved_bytes == eager.saved_bytes
     assert real.peak_bytes == pytest.approx(eager.peak_bytes, rel=0.01)
     assert 0 < compiled.saved_bytes < eager.saved_bytes
-    assert compiled.peak_bytes < measure(torch.compile(converted()), SHAPE).peak_bytes
+    assert compiled.peak_bytes < measure(converted(), shape).peak_bytes
 
 
 def test_outputs_of_any_structure_are_put_together():
@@ -68,7 +69,7 @@ def test_outputs_of_any_structure_are_put_together():
             self.inner = converted()
 
         def forward(self, x, scale):
-            return {"logits": self.inner(x), "scale": scale, "name": "two"}
+            return {"logits": scale * self.inner(x), "name": "two"}
 
     example = (torch.zeros(SHAPE), torch.ones(()))
     parts = measure(Two(), example, micro_batch=6, loss=lambda output: output["logits"].square().mean())
@@ -76,5 +77,5 @@ def test_outputs_of_any_structure_are_put_together():
 
 
 def test_what_microbatch_backward_refuses_is_not_predicted():
-    with pytest.raises(MemoryPredictionError, match=r"micro_batch=6: 1 \(BatchNorm2d\) is a BatchNorm in training"):
+    with pytest.raises(MemoryPredictionError, match=r"micro_batch=6: 1 \(BatchNorm2d\).*: a BatchNorm in training"):
         measure(network(), SHAPE, micro_batch=6)

@@ -155,20 +155,12 @@ def test_what_needs_values_is_offered_a_real_step(function, place):
     assert measure(After(function), (4, 8), fake=False).peak_bytes > 0
 
 
-@pytest.mark.parametrize("example", [(4, 8), torch.randn(4, 8)], ids=["shape", "data"])
-@pytest.mark.parametrize("reads", [lambda h: h.max().item(), lambda h: h.detach().numpy().ndim], ids=["item", "numpy"])
-def test_whatever_offers_a_real_step_has_one(reads, example):
-    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), After(lambda h: h if reads(h) < 1e9 else -h))
+def test_whatever_offers_a_real_step_has_one():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), After(lambda h: h if h.max().item() < 1e9 else -h))
     for attempt in (compare, lambda m, x, **how: largest_batch(m, x, "64 KiB", **how)):
-        with pytest.raises(MemoryPredictionError, match=r"module '2' .*needs values, not only shapes .*fake=False"):
-            attempt(model, example)
-        assert attempt(model, example, fake=False)
-
-
-def test_the_module_in_which_an_error_was_raised_is_named():
-    picks = nn.Sequential(nn.Linear(8, 8), After(lambda h: h[h.sum(1) > 0]))
-    with pytest.raises(MemoryPredictionError, match=r"^module '1' cannot run on fake tensors"):
-        measure(picks, (4, 8))
+        with pytest.raises(MemoryPredictionError, match=r"^module '2' .*needs values, not only shapes .*fake=False"):
+            attempt(model, (4, 8))
+        assert attempt(model, torch.randn(4, 8), fake=False)
     with pytest.raises(ExampleError, match=r"^the model does not run on the example \(\(4, 8\) float32\)"):
         measure(After(lambda h: h.view(-1, 7)), (4, 8), fake=False)
 

@@ -29,15 +29,19 @@ from mimicnorm.microbatch.guards import heads_of
 def fails(net: nn.Module, *words: str, loss_fn=F.cross_entropy, error: type = MicroBatchError, x=None, **kw) -> None:
     """The call is refused with these words, and no gradient, statistic or random number has moved."""
     inputs, y = batch(8)
-    before = state(*(m for m in net.modules() if isinstance(m, LastNorm)))
+    norms = [m for m in net.modules() if isinstance(m, LastNorm)]
+    for norm in norms:
+        norm.running_mean.fill_(0.3)
+    before, places = state(*norms), [b.data_ptr() for norm in norms for b in norm.buffers()]
     with pytest.raises(error) as caught:
         backward(net, loss_fn, inputs if x is None else x, y, **{"micro_batch": 3, **kw})
     for word in words:
         assert word in str(caught.value)
     assert all(p.grad is None for p in net.parameters())
     assert all(p.requires_grad for p in net.parameters())
-    assert torch.equal(before, state(*(m for m in net.modules() if isinstance(m, LastNorm))))
-    assert all(m.intercept is None for m in net.modules() if isinstance(m, LastNorm))
+    assert torch.equal(before, state(*norms))
+    assert places == [b.data_ptr() for norm in norms for b in norm.buffers()], "in place: others may hold them"
+    assert all(m.intercept is None for m in norms)
 
 
 def test_heads_are_named_by_the_layer_they_stand_in():
@@ -88,20 +92,23 @@ def test_a_lost_last_norm():
     fails(net, "fc", "LastNorm is gone", error=CheckError)
 
 
-def test_nan_logits_are_reported_with_their_micro_batch():
+@pytest.mark.parametrize("value", [float("nan"), 1e308])
+def test_logits_that_are_not_finite_are_reported_with_their_micro_batch(value):
     x = batch(8)[0]
-    x[7] = float("nan")
-    fails(converted(Classifier()), "fc: NaN logits in micro-batch 2 (samples 6 to 7)", x=x)
-    x[7] = 1e308
-    fails(converted(Classifier()), "micro-batch 2", x=x)
+    x[7] = value
+    fails(converted(Classifier()), "logits in micro-batch 2 (samples 6 to 7)", x=x)
+    with pytest.raises(MicroBatchError, match=r"(?s)logits in micro-batch 2 .*have been added: clear them"):
+        backward(converted(Classifier(), last_norm=False), F.cross_entropy, x, batch(8)[1], micro_batch=3)
 
 
-def test_nan_logits_in_one_pass():
-    net = converted(Classifier(), last_norm=False)
-    x, y = batch(8)
-    x[4] = float("nan")
-    with pytest.raises(MicroBatchError, match=r"(?s)NaN logits in micro-batch 1 .*have been added: clear them"):
-        backward(net, F.cross_entropy, x, y, micro_batch=3)
+@pytest.mark.parametrize("last_norm", [True, False])
+def test_an_optimizer_that_steps_in_a_gradient_hook(last_norm):
+    net = converted(Classifier(), last_norm=last_norm)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net.fc.weight.register_post_accumulate_grad_hook(lambda _: optimizer.step())
+    message = r"fc.weight.*: the backward pass of micro-batch 0 .* changed this parameter.*have been added: clear them"
+    with pytest.raises(MicroBatchError, match=f"(?s){message}"):
+        backward(net, F.cross_entropy, *batch(8), micro_batch=3)
 
 
 class OwnRandomness(Classifier):
@@ -217,41 +224,32 @@ class WithAux(Classifier):
         return out, *self.aux(out)
 
 
-@pytest.mark.parametrize(
-    ("aux", "words"),
-    [
-        (lambda out: [out.mean()], ["output 1 of the model has shape ()", "micro-batch 0"]),
-        (lambda out: [out[:2]], ["output 1 of the model has shape (2, 5)", "micro-batch 0"]),
-    ],
-)
-@pytest.mark.parametrize("how", [{"last_norm": False}, {"loss_in_pieces": True}])
-def test_outputs_that_cannot_be_returned_whole(aux, words, how):
-    net = converted(Classifier(), run_as=WithAux, last_norm=how.get("last_norm", True))
-    net.aux = aux
-    pieces = {"loss_in_pieces": how.get("loss_in_pieces")}
+def first_of_two(out: tuple, targets: Tensor) -> Tensor:
+    return F.cross_entropy(out[0], targets)
 
-    def loss_fn(out: tuple, targets: Tensor) -> Tensor:
-        return F.cross_entropy(out[0], targets)
 
-    fails(net, *words, loss_fn=loss_fn, return_outputs=True, **pieces)
-    x, y = batch(8)
-    backward(net, loss_fn, x, y, micro_batch=3, **pieces)  # not asked for, they are nobody's business
+SIZES = r"different shape in some micro-batches \(\(3,\) and \(2,\) per sample"
 
 
 @pytest.mark.parametrize(
     ("aux", "message"),
     [
-        (lambda out: [out[:, : len(out)]], r"different shape in some micro-batches \(\(3,\) and \(2,\) per sample"),
-        (lambda out: [out if len(out) == 3 else None], "a Tensor in the first micro-batch and a NoneType in"),
+        (lambda out: out.mean(), r"output 1 of the model has shape \(\) for micro-batch 0"),
+        (lambda out: out[:2], r"output 1 of the model has shape \(2, 5\) for micro-batch 0"),
+        (lambda out: out[:, : len(out)], SIZES),
+        (lambda out: out if len(out) == 3 else None, "a Tensor in the first micro-batch and a NoneType in"),
     ],
 )
-def test_outputs_that_differ_between_micro_batches(aux, message):
+@pytest.mark.parametrize("how", [{}, {"loss_in_pieces": True}, {"last_norm": False}])
+def test_outputs_that_cannot_be_joined(aux, message, how):
+    net = converted(Classifier(), run_as=WithAux, last_norm=how.get("last_norm", True))
+    net.aux = lambda out: [aux(out)]
+    settings = {"micro_batch": 3, "loss_in_pieces": how.get("loss_in_pieces")}
     x, y = batch(8)
-    for last_norm, added in ((True, ""), (False, ".*have been added: clear them")):
-        net = converted(Classifier(), run_as=WithAux, last_norm=last_norm)
-        net.aux = aux
-        with pytest.raises(MicroBatchError, match=f"(?s){message}{added}"):
-            backward(net, lambda out, t: F.cross_entropy(out[0], t), x, y, micro_batch=3, return_outputs=True)
+    with pytest.raises(MicroBatchError, match=message):
+        backward(net, first_of_two, x, y, return_outputs=True, **settings)
+    if how.get("last_norm") is False or how.get("loss_in_pieces"):
+        backward(net, first_of_two, x, y, **settings)  # not asked for, they are nobody's business
 
 
 def disk_full(_out: Tensor) -> Tensor:
@@ -282,15 +280,35 @@ def test_a_loss_that_fails_for_some_sizes_is_noticed_before_a_gradient_is_added(
     fails(converted(Classifier(), last_norm=False), loss_fn=loss_fn, error=error)
 
 
-def test_losses_that_are_not_one_number():
-    net = converted(Classifier())
-    x, y = batch(8)
-    with pytest.raises(MicroBatchError, match=r"loss_fn must return one number.*\(8,\)"):
-        backward(net, nn.CrossEntropyLoss(reduction="none"), x, y, micro_batch=3)
-    numbers = (0, torch.zeros(()), lambda t: 0.0, float("nan"), float("inf"), -1, torch.tensor(float("inf")))
-    for wrong in (*numbers, "thirteen", "3", lambda t: t.double(), lambda t: None, True, 1j, torch.tensor(True)):
-        with pytest.raises(MicroBatchError, match="denominator="):
-            backward(net, nn.CrossEntropyLoss(reduction="sum"), x, y, micro_batch=3, denominator=wrong)
+@pytest.mark.parametrize("in_pieces", [True, None])
+@pytest.mark.parametrize(
+    ("loss_fn", "error", "words"),
+    [
+        (lambda out, t: F.cross_entropy(out, t) * float("nan"), MicroBatchError, "the loss is nan"),
+        (lambda out, t: disk_full(out), OSError, "no space left"),
+        (nn.CrossEntropyLoss(reduction="none"), MicroBatchError, "loss_fn must return one number"),
+        (lambda out, t: F.cross_entropy(out.detach(), t), MicroBatchError, "nothing that requires a gradient"),
+    ],
+)
+def test_a_loss_that_fails(loss_fn, error, words, in_pieces):
+    fails(converted(AveragedHeads()), words, loss_fn=loss_fn, error=error, loss_in_pieces=in_pieces)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *(0, torch.zeros(()), lambda t: 0.0, float("nan"), float("inf"), -1, torch.tensor(float("inf")), "thirteen"),
+        *("3", lambda t: t.double(), lambda t: None, True, 1j, torch.tensor(True)),
+    ],
+)
+def test_denominators_that_are_not_positive_numbers(wrong):
+    fails(converted(Classifier()), "denominator=", loss_fn=nn.CrossEntropyLoss(reduction="sum"), denominator=wrong)
+
+
+def test_nothing_to_train():
+    net = converted(Classifier()).requires_grad_(False)
+    with pytest.raises(MicroBatchError, match="nothing that requires a gradient"):
+        backward(net, F.cross_entropy, *batch(8), micro_batch=3)
 
 
 def test_arguments_of_another_kind():
@@ -299,10 +317,3 @@ def test_arguments_of_another_kind():
     for model, loss_fn, scaler in ((net.forward, F.cross_entropy, None), (net, None, None), (net, F.cross_entropy, 2)):
         with pytest.raises(MicroBatchError, match="must be a module, a function and"):
             backward(model, loss_fn, x, y, micro_batch=3, scaler=scaler)
-
-
-def test_nothing_to_train():
-    net = converted(Classifier()).requires_grad_(False)
-    x, y = batch(8)
-    with pytest.raises(MicroBatchError, match="nothing that requires a gradient"):
-        backward(net, F.cross_entropy, x, y, micro_batch=3)

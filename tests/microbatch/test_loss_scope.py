@@ -40,9 +40,12 @@ def info_nce(out: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(z @ z.T / 0.2, torch.arange(len(z)).roll(1))
 
 
-def supervised_pairs(out: Tensor, targets: Tensor) -> Tensor:
-    same = targets[:, None] == targets[None]
-    return ((out[:, None] - out[None]).square().sum(-1) * same).sum() / same.sum()
+def supervised_contrastive(out: Tensor, targets: Tensor) -> Tensor:
+    """Zero for any two samples."""
+    z = F.normalize(out)
+    others = torch.eye(len(z), dtype=torch.float64)
+    same = (targets[:, None] == targets).double() - others
+    return -((z @ z.T / 0.1 - 1e9 * others).log_softmax(1) * same).sum() / len(z)
 
 
 def spread(out: Tensor, targets: Tensor) -> Tensor:
@@ -64,7 +67,7 @@ def squared(out: Tensor, targets: Tensor) -> Tensor:
 
 
 NOT_MEANS = [
-    *(info_nce, supervised_pairs, spread, hard_examples, relative, squared),
+    *(info_nce, supervised_contrastive, spread, hard_examples, relative, squared),
     *(
         nn.CrossEntropyLoss(WEIGHT),
         nn.CrossEntropyLoss(WEIGHT).forward,
@@ -82,13 +85,13 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("micro_batch", [1, 3, 31])
+@pytest.mark.parametrize("micro_batch", [1, 3, 11])
 @pytest.mark.parametrize("loss_fn", NOT_MEANS)
 def test_a_loss_that_is_not_a_mean_sees_the_whole_batch(loss_fn, micro_batch):
     net = converted(Classifier(), last_norm=False)
     if micro_batch == 3:  # a last BN in eval mode needs one pass, too
         net = converted(Classifier()).eval()
-    check_exact(net, loss_fn, *batch(), micro_batch=micro_batch)
+    check_exact(net, loss_fn, *batch(12), micro_batch=micro_batch)
 
 
 @pytest.mark.parametrize("loss_fn", NOT_MEANS)
@@ -116,7 +119,7 @@ def mixup(out: Tensor, targets: tuple) -> Tensor:
     return share * F.cross_entropy(out, a) + (1 - share) * F.cross_entropy(out, b)
 
 
-CLASSES, SOFT = batch()[1], torch.rand(32, 5, dtype=torch.float64).softmax(1)
+CLASSES, SOFT = batch(12)[1], torch.rand(12, 5, dtype=torch.float64).softmax(1)
 
 
 @pytest.mark.parametrize("micro_batch", [1, 5])
@@ -139,8 +142,8 @@ def test_a_mean_takes_one_pass_without_a_last_norm(loss_fn, targets, micro_batch
     net = converted(Classifier(), last_norm=last_norm)
     calls: list[bool] = []
     net.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
-    check_exact(net, loss_fn, batch()[0], targets, micro_batch=micro_batch)
-    pieces = -(-32 // micro_batch)
+    check_exact(net, loss_fn, batch(12)[0], targets, micro_batch=micro_batch)
+    pieces = -(-12 // micro_batch)
     assert calls == [True] + [False] * pieces * last_norm + [True] * pieces  # the first is the whole batch's
 
 
@@ -228,7 +231,7 @@ def test_a_loss_that_changes_is_noticed():
         calls.append(1)
         return F.cross_entropy(out, targets) * len(calls)
 
-    with pytest.raises(MicroBatchError, match=r"the loss of micro-batch 0.*differed"):
+    with pytest.raises(MicroBatchError, match="keeps a state outside of modules"):
         backward(converted(Classifier()), drifting, *batch(8), micro_batch=3, loss_in_pieces=True)
 
 
@@ -344,17 +347,6 @@ def test_complex_outputs():
         return F.cross_entropy(out[0], targets) + out[1].abs().square().mean()
 
     check_exact(converted(Classifier(), run_as=Spectrum), loss_fn, *batch(), micro_batch=5)
-
-
-def test_a_method_of_the_model_as_the_loss():
-    class Trained(Classifier):
-        other = nn.CrossEntropyLoss(WEIGHT)
-
-        def loss(self, out: Tensor, targets: Tensor) -> Tensor:
-            return F.cross_entropy(out, targets)
-
-    net = converted(Classifier(), run_as=Trained)
-    check_exact(net, net.loss, *batch(), micro_batch=5, loss_in_pieces=True)
 
 
 def test_hooks_on_a_last_norm_run_once():

@@ -81,7 +81,7 @@ def test_a_failure_on_one_rank_is_raised_on_all(found_by_two):
             assert "several ranks" in broken[name]
             assert "denominator=" in broken[name]
     assert healthy["contrastive"]
-    assert "it draws random numbers or keeps a state. If it is, say so with loss_in_pieces=True" in broken["noise"]
+    assert "it draws random numbers. If it is, say so with loss_in_pieces=True" in broken["noise"]
     assert "the loss is nan" in broken["nan, loss"]
     assert "1 of 2 ranks failed" in healthy["nan, loss"]
     for rank in (healthy, broken):

@@ -66,11 +66,14 @@ in_pieces = functools.partial(backward, micro_batch=4, loss_in_pieces=True)
 WAYS = {"plain": plain, "grad": accumulated_by_grad, "scaler": scaled, "whole": whole, "in pieces": in_pieces}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("kind", "loss_fn"), [(kind, loss) for kind, losses in REGRESSIONS.items() for loss in losses])
+@pytest.mark.parametrize(
+    ("kind", "loss_fn", "way"),
+    [
+        *((kind, loss, way) for kind, losses in REGRESSIONS.items() for loss in losses for way in ("plain", "whole")),
+        *(("L1", F.l1_loss, way) for way in ("grad", "scaler", "in pieces")),
+    ],
+)
 def test_a_regression_loss_warns_once(kind, loss_fn, way):
-    if way == "in pieces":
-        loss_fn = in_parts(loss_fn)
     net = converted(Classifier())
     x, _ = batch(8)
     head = r"LastNorm of 5 outputs" if way in ("plain", "grad", "scaler") else "fc"
@@ -79,16 +82,6 @@ def test_a_regression_loss_warns_once(kind, loss_fn, way):
     assert len(given) == 1
     net.zero_grad()
     WAYS[way](net, loss_fn, x, VALUES)  # warnings are errors here: a second one would raise
-
-
-def in_parts(loss_fn):
-    """The same loss as a mean over samples, which it need not be by itself."""
-
-    def mean(out: Tensor, targets: Tensor) -> Tensor:
-        rows = [loss_fn(o[None], t[None]) for o, t in zip(out, targets, strict=True)]
-        return torch.stack(rows).mean()
-
-    return mean
 
 
 @pytest.mark.parametrize("way", ["plain", "whole"])
@@ -130,16 +123,7 @@ def test_without_a_last_norm_nothing_warns():
 def test_the_last_norm_of_a_loss_warns_too():
     norm = LastNorm(5).double()
     with pytest.warns(RegressionLossWarning):
-        backward(nn.Linear(5, 5).double(), Regression(norm), VALUES, VALUES, micro_batch=3)
-
-
-class Regression(nn.Module):
-    def __init__(self, norm: LastNorm):
-        super().__init__()
-        self.norm = norm
-
-    def forward(self, out: Tensor, targets: Tensor) -> Tensor:
-        return F.mse_loss(self.norm(out), targets)
+        backward(nn.Linear(5, 5).double(), lambda out, t: F.mse_loss(norm(out), t), VALUES, VALUES, micro_batch=3)
 
 
 def test_it_is_looked_at_from_another_thread():

@@ -1,10 +1,7 @@
-"""Random states go back to where they were."""
+"""Devices and precision; test_exact.py has the random numbers."""
 
 from __future__ import annotations
 
-import random
-
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,20 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from whole_and_parts import Classifier, batch, converted
 
 from mimicnorm.microbatch import backward
-from mimicnorm.microbatch.replay import RandomState, accelerators, full_precision, input_device
+from mimicnorm.microbatch.replay import accelerators, full_precision, input_device
 from mimicnorm.microbatch.trees import leaves
-
-
-def draw() -> list[float]:
-    return [torch.rand(()).item(), random.random(), float(np.random.rand())]
-
-
-def test_all_generators_are_restored():
-    start = RandomState.now(())
-    first = draw()
-    assert draw() != first
-    start.restore()
-    assert draw() == first
 
 
 def test_devices():

@@ -15,7 +15,6 @@ from whole_and_parts import EXACT, Classifier, batch, check_exact, converted, fu
 
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.microbatch import backward
-from mimicnorm.microbatch.batches import join
 from mimicnorm.microbatch.trees import leaves
 
 
@@ -207,11 +206,6 @@ def test_dataclasses_as_targets_are_cut_and_joined():
     whole, _ = full_batch(net, F.cross_entropy, x, y)
     backward(net, lambda out, t: F.cross_entropy(out, t.a), loader)
     assert relative_error(net, whole) <= EXACT
-
-
-def test_a_list_of_one_dataclass_per_sample_is_no_structure_of_the_batch():
-    boxes = [Record(torch.zeros(3, 4), torch.zeros(3)) for _ in range(3)]  # three boxes, by chance as many as samples
-    assert len(join([boxes, boxes], [3, 3])) == 6
 
 
 def test_an_output_without_tensors_says_what_may_be_returned():

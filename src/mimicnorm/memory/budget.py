@@ -18,16 +18,15 @@ _MANY = 8  # predictions; three to five are enough where memory grows along line
 def largest_batch(model: nn.Module, example: Any, budget: str | int, **settings: Unpack[Settings]) -> int:
     """Find the largest batch whose predicted peak stays within a budget.
 
-    The answer is checked: its prediction fits, and that of one sample more does not. The budget is for tensors: leave
-    room for what ``measure`` does not count.
+    The prediction of the answer fits, and that of one sample more does not. Leave room for what ``measure`` does not
+    count.
 
     Args:
         model: Any module.
         example: As for ``measure``; every input tensor with the batch size of the first one is resized.
         budget: Bytes, or text such as ``"16 GiB"``, as for ``parse_bytes``.
-        **settings: ``loss``, ``optimizer``, ``autocast``, ``activation_bits``, ``fake`` and ``device`` as for
-            ``measure``. A loss must take outputs of any batch size. With ``fake=False`` every batch that is tried is
-            run, the first that is too large as well.
+        **settings: As for ``measure``. A loss must take outputs of any batch size. With ``fake=False`` every batch that
+            is tried is run, the first that is too large as well.
 
     Raises:
         MemoryPredictionError: Not even the smallest batch the network accepts fits.

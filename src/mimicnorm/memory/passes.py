@@ -66,7 +66,8 @@ class Passes:
     def run(self) -> Any:
         """Run forward, loss and backward; returns what a training loop holds to the end of the step."""
         with self.forward():
-            output = self.call(self.args, self.kwargs)
+            with self.explained():
+                output = self.model(*self.args, **self.kwargs)
             value = self.value(output)
         self.backward(value)
         return output, value
@@ -78,11 +79,6 @@ class Passes:
         few_bits = nullcontext() if self.activation_bits is None else saved_activations(self.activation_bits)
         with self.tracker.during("forward"), saved_tensors_hooks(self._save, lambda tensor: tensor), few_bits, cast:
             yield
-
-    def call(self, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Return the model's output."""
-        with self.explained():
-            return self.model(*args, **kwargs)
 
     def value(self, output: Any) -> Tensor:
         """Return the loss of an output."""

@@ -60,14 +60,8 @@ def measure(
     The step is that of the usual loop once the optimizer has its state: gradients set to none, forward, loss,
     backward, ``optimizer.step()``; the input and the output are held to the end. While it runs, the model holds fake
     tensors, which have sizes and lifetimes but no memory; afterwards the model and the random number generators are
-    as they were. Compiled modules are partitioned as ``torch.compile`` does and then run operation by operation:
-    ``saved_bytes`` is what the partitioner saves, ``peak_bytes`` an upper bound, as nothing is fused. Active
-    ``torch.autocast`` contexts and activation checkpointing count as they stand.
-
-    The copies that a convolution on the CPU makes inside itself are part of ``peak_bytes`` where that is predicted for
-    the CPU. Not counted: workspaces inside any other kernel (cuDNN's convolutions among them), the allocator's
-    rounding, caching and fragmentation, the CUDA context and library handles, communication buffers, sparse gradients,
-    and what a custom operation keeps outside of tensors.
+    as they were. Active ``torch.autocast`` contexts, activation checkpointing and compiled modules count as they
+    stand. docs/memory.md lists what is not counted.
 
     Args:
         model: Any module; ``torch.compile`` may have been applied to it or to parts of it.
@@ -80,9 +74,7 @@ def measure(
         activation_bits: Save activations in so many bits: 8, 4, 2, or 32, as ``compress.saved_activations`` does.
         fake: With False, run the step for real on copies, on the device where the model is. For networks whose
             shapes depend on the data; give real data as the example.
-        device: What the prediction is for; the model's own device if not given. With ``"cuda"`` for a model on the CPU,
-            no GPU is needed: what only the CPU's convolutions allocate is left out, and optimizers work on all
-            parameters at once, as they do on a GPU.
+        device: What the prediction is for; the model's own device if not given. ``"cuda"`` needs no GPU.
         batch: Take that many samples instead of the example's.
         micro_batch: Predict a step of ``microbatch.backward`` with that many samples at once, outputs returned;
             ``saved_bytes`` is then what one micro-batch saves. The loss must be a mean over samples.

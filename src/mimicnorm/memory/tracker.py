@@ -121,10 +121,10 @@ class StorageTracker(TorchDispatchMode):
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
         """Record the moments of one phase of the step, and after a forward pass what it saved."""
-        self.phase = phase
+        before, self.phase = self.phase, phase
         yield
         self._record()
-        self.phase = "setup"
+        self.phase = before
         if phase == "forward" and self.alive_bytes["activations"] > sum(self.saved_by_module.values()):
             self.saved_by_module = self.saved_bytes_by_module()
 

@@ -158,29 +158,24 @@ def join(parts: list[Any], sizes: list[int]) -> Any:
 
 
 def mix(structure: Any, size: int, count: int) -> Any:
-    """Make outputs of ``count`` other samples from those of ``size``: mixtures of two, scaled down at random.
+    """Make outputs of ``count`` other samples from those of ``size``: samples chosen and scaled down at random.
 
     They differ from each other, however alike the samples are, and stay in the range of the samples: between 0 and 1,
-    positive, boxes. A single sample cannot be mixed: each of its values is scaled down by itself.
+    positive, boxes. The values of a single sample are scaled down each by itself.
     """
     generator = torch.Generator().manual_seed(count)
-    one = torch.randint(size, (count,), generator=generator)
-    other = (one + torch.randint(1, max(size, 2), (count,), generator=generator)) % size
-
-    def random(x: Tensor, low: float, high: float) -> Tensor:
-        shape = (count, *(x.shape[1:] if size == 1 else [1] * (x.dim() - 1)))
-        return (low + (high - low) * torch.rand(shape, generator=generator)).to(x.device, x.dtype)
+    chosen = torch.randint(size, (count,), generator=generator)
 
     def rows(x: Any) -> Any:
         if _one_each(x, size):
-            return [x[int(j)] for j in one]
+            return [x[int(j)] for j in chosen]
         if not counts_samples(x, Tensor) or len(x) != size:
             return x
-        a, b = (x.detach()[chosen.to(x.device)] for chosen in (one, other))
+        taken = x.detach()[chosen.to(x.device)]
         if not (x.is_floating_point() or x.is_complex()):
-            return a
-        share = random(x, 0.1, 0.9)
-        return random(x, 0.2, 1) * (share * a + (1 - share) * b)
+            return taken
+        factors = torch.rand(count, *(x.shape[1:] if size == 1 else [1] * (x.dim() - 1)), generator=generator)
+        return (0.2 + 0.8 * factors).to(x.device, x.dtype) * taken
 
     return map_leaves(rows, structure, is_leaf=lambda x: _one_each(x, size))
 
@@ -249,6 +244,12 @@ def _list_of_samples(structure: Any, size: int) -> list | tuple | None:
     """The first list of one item per sample, if there is one: it can be neither cut nor joined."""
     nodes = leaves(structure, is_leaf=lambda x: size > 1 and _one_each(x, size))
     return next((x for x in nodes if size > 1 and _one_each(x, size)), None)
+
+
+def tensors_of_all(structure: Any, size: int) -> list[Tensor]:
+    """List the tensors that have neither a row nor an item of a list for each sample."""
+    nodes = leaves(structure, is_leaf=lambda x: _one_each(x, size))
+    return [t for t in nodes if isinstance(t, Tensor) and not (counts_samples(t) and len(t) == size)]
 
 
 def _one_each(x: Any, size: int) -> bool:

@@ -1,24 +1,22 @@
 """``backward``: from a batch of any size to its exact gradient, one micro-batch in memory at a time.
 
-1. Every micro-batch runs without a graph (``passes.first_pass``), and only the raw logits are stored.
-2. The LastNorms and the loss see the logits of the whole batch, which gives dL/dlogits. Where something follows a
-   LastNorm inside the model (an average of heads, pooling, softmax), that part runs in one more pass. With
-   ``loss_in_pieces`` the loss sees one micro-batch at a time, here and again in step 3.
-3. Every micro-batch runs again, with a graph and the same random numbers (``passes.graph_pass``), and takes its part
-   of dL/dlogits.
+1. ``first_pass``: every micro-batch runs without a graph, and only the raw logits are stored.
+2. The LastNorms and the loss see the logits of the whole batch, which gives dL/dlogits. What follows a LastNorm inside
+   the model runs in one more pass (``outputs_of``).
+3. ``graph_pass``: every micro-batch runs again, with a graph and the same random numbers, and takes its part of
+   dL/dlogits.
 
 Without a LastNorm step 3 is enough if the loss is a mean over samples, which ``loss_scope`` finds out. If some
-micro-batch shows that it is not, the loss sees the whole batch after all, less what has been added by then.
-
-Nothing is approximated: the gradient is that of the whole batch up to rounding. Each step is inside
-``ranks.all_or_none``, so that an error on one rank is raised on all of them; ranks communicate only in between.
+micro-batch shows that it is not, the loss sees the whole batch after all, less what has been added by then. Each step
+is inside ``ranks.all_or_none``, so that an error on one rank is raised on all; ranks communicate only in between.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -31,10 +29,10 @@ from mimicnorm.layers import LastNorm
 from mimicnorm.layers.last_norm import advising, world_size
 from mimicnorm.microbatch import ranks
 from mimicnorm.microbatch.batches import MicroBatch, collect, join_targets, split, to_device
-from mimicnorm.microbatch.guards import heads_of, is_inexact, require_finite, require_inputs_unchanged
-from mimicnorm.microbatch.heads import Replay, gradient_of, require_same, warn_if_regression
+from mimicnorm.microbatch.guards import heads_of, require_finite, require_inputs_unchanged, require_intact
+from mimicnorm.microbatch.heads import Replay, require_same, warn_if_regression
 from mimicnorm.microbatch.loss_scope import LossScope, WholeBatchNeededError
-from mimicnorm.microbatch.passes import ADDED, Run, first_pass, graph_pass, noted, outputs_of
+from mimicnorm.microbatch.passes import Root, Run, WholeOutputs, first_pass, graph_pass, outputs_of
 from mimicnorm.microbatch.reach import modules_in
 from mimicnorm.microbatch.replay import full_precision, input_device
 from mimicnorm.microbatch.snapshot import restored_on_error
@@ -43,7 +41,7 @@ from mimicnorm.microbatch.trees import leaves
 Denominator = float | Tensor | Callable[[Any], float | Tensor]
 
 _ONE_VALUE = "This is all that backward was given: let the batch have two samples or more"
-_ADDED = "Gradients of this batch may have been added here: clear them"
+_CLEAR = ": clear them"
 
 
 def backward(
@@ -68,17 +66,11 @@ def backward(
     Args:
         model: A converted network, or any without batch statistics; wrapped in DDP and compiled if you like.
         loss_fn: A function of the model's output and the targets that returns one number. On one device it may be
-            anything: what is not a mean over samples (or a sum, with a ``denominator``) sees the whole batch. Over
-            several ranks it sees each share, and what is not a mean (or a sum) is refused. Where a loss would be
-            computed in parts, it is compared with itself in every batch, two micro-batches together and apart; so it
-            is called more often than there are micro-batches (not so torch's cross entropy, which is known to be a
-            mean unless it has weights or ignores a target). Random generators and the state of modules are put
-            back after that, but not what else a function does (counting correct answers in a closure):
-            ``loss_in_pieces=False`` has it called once, with the whole batch. What it needs of a forward pass has to
-            be in the output: a tensor that ``forward`` left elsewhere is refused where it is not that of the samples.
+            anything. Over several ranks it sees each share, and must be a mean over samples (or a sum, with a
+            ``denominator``). Where it would be computed in parts, it is called several times to find out whether it
+            is one; ``loss_in_pieces=False`` has it called once, with the whole batch.
         inputs: A tensor, a tuple of call arguments or a dict of keyword arguments; without ``micro_batch``, anything
-            that yields micro-batches as (inputs, targets). May stay in host memory: each micro-batch is copied to
-            the model's device when it runs.
+            that yields micro-batches as (inputs, targets). May stay in host memory.
         targets: Any structure of tensors or arrays that count the samples in their first dimension, and of numbers
             that belong to all samples.
         micro_batch: Samples to run at once.
@@ -86,10 +78,8 @@ def backward(
         denominator: ``loss_fn`` returns a sum, to be divided by this: a number, or a function of the targets (class
             weights: ``lambda t: weight[t].sum()``). Over several ranks, the parts of all are added.
         loss_in_pieces: True lets ``loss_fn`` see one micro-batch at a time; what is not a mean (or a sum) is refused
-            then, and where that cannot be told (noise for each sample), your word counts. For outputs that are as
-            large as the activations (dense prediction): neither they nor the loss's own graph are ever stored for
-            the whole batch. False lets it see the whole batch in two passes, whatever it is. By default, it sees one
-            micro-batch at a time where one pass is enough and exact, else the whole batch.
+            then, and where that cannot be told, your word counts. False lets it see the whole batch in two passes. By
+            default, it sees one micro-batch at a time where one pass is enough and exact, else the whole batch.
         return_outputs: Return the model's output for the whole batch, too.
 
     Returns:
@@ -116,6 +106,7 @@ def backward(
     device = input_device(inner)
     with restored_on_error([*norms, *of_loss]), advising(_ONE_VALUE):
         with ranks.all_or_none(device, amounts=2) as total:
+            require_intact(inner)
             pieces = _pieces(inputs, targets, micro_batch)
             run = Run(inner, heads_of(inner), pieces, device, joins=return_outputs)
             scope = LossScope(loss_fn, run, of_loss, denominator is not None, loss_in_pieces, scaler)
@@ -130,8 +121,7 @@ def backward(
             scope.foreign = ranks.from_first((pieces[0].targets, pieces[0].size))
         added: list[Tensor] = []
         result = _loss_in_pieces(run, scope, return_outputs, added) if scope.in_pieces else None
-        with noted(ADDED if added and result is None else ""):
-            value, outputs = result or _loss_of_whole(run, scope, targets, added)
+        value, outputs = result or _loss_of_whole(run, scope, targets, added)
         ranks.synchronise_gradients(model)
         value = ranks.mean_over_ranks(value)
     return (value, outputs) if return_outputs else value
@@ -159,6 +149,19 @@ def _divisor(denominator: Denominator, pieces: list[MicroBatch], targets: Any, d
     return finite(value, "denominator", least=0, error=MicroBatchError)
 
 
+@contextlib.contextmanager
+def _together(run: Run, amounts: int = 0, adds: bool = False) -> Iterator[list[float]]:
+    """Raise on all ranks what fails inside, and tell of gradients that may have been added there or before."""
+    told = f"Gradients of this batch may have been added here{_CLEAR}" if adds or run.has_added else ranks.UNTOUCHED
+    with ranks.all_or_none(run.device, told, amounts) as total:
+        try:
+            yield total
+        except Exception as error:
+            if run.has_added:
+                error.add_note(f"Gradients of this batch have been added{_CLEAR}")
+            raise
+
+
 def _loss_in_pieces(
     run: Run, scope: LossScope, return_outputs: bool, values: list[Tensor]
 ) -> tuple[Tensor, Any] | None:
@@ -169,10 +172,12 @@ def _loss_in_pieces(
     """
     start, versions = run.random_state(), [piece.versions() for piece in run.pieces]
     parts = []
+    if scope.probe is not None:
+        scope.left.begin()
 
     if run.heads:
         _normalise(run, scope)
-        with ranks.all_or_none(run.device):
+        with _together(run):
             scope.left.find()
             for piece, outputs in zip(run.pieces, outputs_of(run), strict=True):
                 scaled, value = scope.of_piece(outputs, piece)
@@ -181,10 +186,11 @@ def _loss_in_pieces(
                 with full_precision(run.device):
                     scaled.backward(inputs=[whole.normed_parts[piece.index] for whole in run.calls.values()])
                 values.append(value)
+        run.has_added = True
         for whole in run.calls.values():
             whole.backward()
 
-    def roots(piece: MicroBatch, outputs: list[Any], replay: Replay) -> list[tuple[Tensor, Tensor | None]]:
+    def roots(piece: MicroBatch, outputs: list[Any], replay: Replay) -> list[Root]:
         if return_outputs:
             parts.append([t.detach() if isinstance(t, Tensor) else t for t in outputs])
         if not run.heads:
@@ -197,7 +203,7 @@ def _loss_in_pieces(
             values.append(value)
         return [(scaled, None)]
 
-    with ranks.all_or_none(run.device, _ADDED, amounts=1) as needing_whole:
+    with _together(run, amounts=1, adds=True) as needing_whole:
         try:
             graph_pass(run, roots)
         except WholeBatchNeededError as error:
@@ -205,7 +211,7 @@ def _loss_in_pieces(
             needing_whole[0] = 1
     if not needing_whole[0]:
         return torch.stack(values).sum(), run.structure(run.joined(parts)) if return_outputs else None
-    with ranks.all_or_none(run.device, _ADDED):
+    with _together(run):
         for piece, before in zip(run.pieces, versions, strict=True):
             require_inputs_unchanged(piece, before)
         if needing_whole[0] != world_size():
@@ -219,55 +225,40 @@ def _loss_of_whole(run: Run, scope: LossScope, targets: Any, added: list[Tensor]
 
     ``targets`` is None if they come from a loader.
     """
-    trains, sizes = _trains(run), [p.size for p in run.pieces]
+    trains = _trains(run)
     run.join_outputs()
     _normalise(run, scope)
-    with ranks.all_or_none(run.device), scope.explained():
-        whole = run.joined(list(outputs_of(run)))
+    with _together(run), scope.explained():
+        whole = WholeOutputs(run, trains)
         scope.left.find()
-        learning = [i for i, t in enumerate(whole) if trains and isinstance(t, Tensor) and is_inexact(t)]
-        for i in learning:
-            whole[i].retain_grad() if whole[i].requires_grad else whole[i].requires_grad_()
         targets = to_device(join_targets(run.pieces) if targets is None else targets, run.device)
-
-    def part(piece: MicroBatch) -> list[Any]:
-        return [t.split(sizes)[piece.index] if isinstance(t, Tensor) else t for t in whole]
-
-    with ranks.all_or_none(run.device):
+    with _together(run):
         where = "the whole batch" if added else "the whole batch; no gradient was added"
-        scaled, value = scope(run.copied(whole), targets, run.samples, where)
+        scaled, value = scope(run.copied(whole.leaves), targets, run.samples, where)
         for piece in run.pieces if scope.probe is not None else ():
-            scope.check(run.structure(part(piece)), piece)
+            scope.check(run.structure(whole.part(piece)), piece)
         replays = [Replay(piece, run.calls) for piece in run.pieces[: len(added)]]
         for replay, before in zip(replays, added, strict=True):
-            added_then, again = scope.of_piece(part(replay.piece), replay.piece)
+            added_then, again = scope.of_piece(whole.part(replay.piece), replay.piece)
             replay.compare("the loss", again, before)
             scaled = scaled - added_then
         require_same(replays)
         warn_if_regression(run.calls, scaled)
-    with ranks.all_or_none(run.device, _ADDED), full_precision(run.device):
+    run.has_added = True
+    with _together(run), full_precision(run.device):
         scaled.backward()  # the parameters of the loss, or of a penalty in it, get their gradient here
-    grads = {i: gradient_of(whole[i]).split(sizes) for i in learning}
-    whole = [t.detach() if isinstance(t, Tensor) else t for t in whole]
-    values = {i: whole[i].split(sizes) for i in learning}
-
-    def roots(piece: MicroBatch, outputs: list[Any], replay: Replay) -> list[tuple[Tensor, Tensor | None]]:
-        for i in learning:
-            replay.compare(f"output {i} of the model: the values", outputs[i].detach(), values[i][piece.index])
-        return [(outputs[i], grads[i][piece.index]) for i in learning]
-
     if trains:
         for head in run.calls.values():
             head.backward()
         del scaled  # its memory is needed now
-        with ranks.all_or_none(run.device, _ADDED):
-            graph_pass(run, roots)
-    return value, run.structure(whole)
+        with _together(run):
+            graph_pass(run, whole.roots())
+    return value, run.structure([t.detach() if isinstance(t, Tensor) else t for t in whole.leaves])
 
 
 def _normalise(run: Run, scope: LossScope) -> None:
     """Run the first pass and normalise the logits of the whole batch."""
-    with ranks.all_or_none(run.device, amounts=2) as keys, scope.explained():
+    with _together(run, amounts=2) as keys, scope.explained():
         scope.left.begin()
         first_pass(run)
         key = zlib.crc32(repr(list(run.calls)).encode()) % 4096

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,21 +11,22 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from mimicnorm.errors import MicroBatchError, NonFiniteError
 from mimicnorm.layers import LastNorm
-from mimicnorm.microbatch.batches import MicroBatch
+from mimicnorm.microbatch.batches import MicroBatch, writes
 from mimicnorm.surgery.convert import check
 
 
-def heads_of(model: nn.Module) -> dict[str, LastNorm]:
-    """Return the LastNorms in training mode, by the name of the layer they stand in.
-
-    Raises if samples mix anywhere else, or if a head that was given a LastNorm has none.
-    """
+def require_intact(model: nn.Module) -> None:
+    """Raise for a model that cuts its batch itself, or a head that was given a LastNorm and has none."""
     if isinstance(model, nn.DataParallel):
         raise MicroBatchError(
             "nn.DataParallel cuts each micro-batch again, in threads; use DistributedDataParallel, or the bare module"
         )
     if any("_mimicnorm" in m.__dict__ for m in model.modules()):
         check(model)
+
+
+def heads_of(model: nn.Module) -> dict[str, LastNorm]:
+    """Return the LastNorms in training mode, by the name of the layer they stand in; raise if samples mix elsewhere."""
     mixing = [
         f"{readable(name)} ({type(m).__name__})"
         for name, m in model.named_modules()
@@ -46,20 +47,16 @@ def heads_of(model: nn.Module) -> dict[str, LastNorm]:
 
 
 @contextlib.contextmanager
-def buffers_unchanged(model: nn.Module, piece: MicroBatch) -> Iterator[None]:
-    """Raise, with its name, for a buffer that the forward pass inside writes or replaces."""
-    tensors = list(model.buffers())  # alive to the end: the id of a freed tensor may be another's
-    before = _buffers(model)
+def unchanged(named: Callable[[], Iterable[tuple[str, Tensor]]], why: str) -> Iterator[None]:
+    """Raise, with its name and why that is wrong, for a tensor that is written or replaced inside."""
+    alive = list(named())  # to the end: the id of a freed tensor may be another's
+    before = {name: (id(t), writes(t)) for name, t in alive}
     yield
-    after = _buffers(model)
+    after = {name: (id(t), writes(t)) for name, t in named()}
     changed = [readable(name) for name in before | after if before.get(name) != after.get(name)]
-    del tensors
+    del alive
     if changed:
-        raise MicroBatchError(
-            f"{', '.join(changed[:3])}: the forward pass of {piece} changed this buffer, so the samples "
-            "that come later, or again, meet another network. Put the module that owns it into eval mode, or take "
-            "it out"
-        )
+        raise MicroBatchError(f"{', '.join(changed[:3])}: {why}")
 
 
 def require_inputs_unchanged(piece: MicroBatch, versions: list[int]) -> None:
@@ -88,7 +85,3 @@ def is_inexact(t: Tensor) -> bool:
 def readable(name: str) -> str:
     """Return a qualified name as the user wrote it, without what ``torch.compile`` put in."""
     return name.replace("_orig_mod.", "") or "the model itself"
-
-
-def _buffers(model: nn.Module) -> dict[str, tuple[int, int]]:
-    return {name: (id(b), b._version) for name, b in model.named_buffers()}

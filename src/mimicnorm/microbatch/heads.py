@@ -120,20 +120,18 @@ def gradient_of(t: Tensor) -> Tensor:
     return torch.zeros_like(t) if t.grad is None else t.grad
 
 
-class Feed:
-    """Stand-in of the pass for outputs: gives each head of one micro-batch its normalised logits."""
+def feed(piece: MicroBatch, calls: dict[Call, WholeBatch]) -> Callable[[Call, Tensor], Tensor]:
+    """Return the stand-in of the pass for outputs: it gives each head of one micro-batch its normalised logits."""
 
-    def __init__(self, piece: MicroBatch, calls: dict[Call, WholeBatch]):
-        self.piece, self.calls = piece, calls
-
-    def __call__(self, call: Call, logits: Tensor) -> Tensor:
-        """Return a copy, which the model may write into."""
+    def stand_in(call: Call, logits: Tensor) -> Tensor:
         if logits.requires_grad:  # all parameters are frozen in this pass: only another head's output can be it
             raise MicroBatchError(
                 f"{call.head}: the logits of this head depend on the normalised output of another LastNorm, so two "
                 "passes are not enough. Convert with last_norm=False, or with head= naming one of them"
             )
-        return self.calls[call].normed_parts[self.piece.index].clone()
+        return calls[call].normed_parts[piece.index].clone()  # a copy, which the model may write into
+
+    return stand_in
 
 
 class Replay:

@@ -2,8 +2,8 @@
 
 A loss may take more from a forward pass than its output: an auxiliary loss in an attribute, features that a hook put
 into a list. Where the loss comes after passes without a graph, such a tensor is that of the last micro-batch and a
-constant: loss and gradient would be wrong. Networks that only keep tensors for others are no problem, so it has to be
-seen whether the loss reads them.
+constant: loss and gradient would be wrong. In one pass nobody knows whether it is a mean over samples. Networks that
+only keep tensors for others are no problem, so it has to be seen whether the loss reads them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,10 @@ from mimicnorm.microbatch.reach import reached
 from mimicnorm.microbatch.trees import leaves
 
 _OF_TORCH = vars(nn.Module()).keys()
+
+
+class LeftBehindError(MicroBatchError):
+    """A loss reads what the forward passes left outside of the model's output."""
 
 
 class LeftBehind:
@@ -83,11 +87,11 @@ class _Refuse(TorchDispatchMode):
         kwargs = kwargs or {}
         for t in leaves((args, kwargs)):
             if isinstance(t, Tensor) and t in self._named:
-                raise MicroBatchError(
+                raise LeftBehindError(
                     f"{self._named[t]}: loss_fn reads this tensor, which the forward pass leaves outside of the "
-                    "model's output. Here it is that of the last micro-batch and has no graph, so loss and gradient "
-                    "would be wrong. Return it from forward with the samples in its first dimension, so that loss_fn "
-                    "gets it in the output; or compute it in loss_fn; or take one pass, with last_norm=False and a "
-                    "loss that is a mean over samples"
+                    "model's output. In two passes it is that of the last micro-batch and has no graph, so loss and "
+                    "gradient would be wrong. Return it from forward with the samples in its first dimension, so that "
+                    "loss_fn gets it in the output; or compute it in loss_fn; or, if it is a mean over samples and the "
+                    "model has no last BN, take one pass with loss_in_pieces=True"
                 )
         return func(*args, **kwargs)

@@ -14,16 +14,15 @@ from mimicnorm.methods.mimicnorm import LogitScale
 class LastNormCrossEntropy(nn.CrossEntropyLoss):
     """Cross-entropy of the logits after a LastNorm: same value and gradient as a LastNorm in the head.
 
-    The network's own output stays the raw logits; ``normalise`` gives what the loss saw, which is also what to
-    predict from (in eval mode: a shift and a scale per class). Its statistics are part of the loss's state dict.
+    The network's own output stays the raw logits; ``normalise`` gives what to predict from. The optimizer needs the
+    parameters of this loss, too: ``mimicnorm.param_groups(model, loss_fn, weight_decay=...)``.
 
     Args:
         num_classes: The number of logits per sample.
         eps: Of the LastNorm.
         momentum: Of the LastNorm.
         logit_scale: Of the LastNorm; "auto" is on below 140 classes, as in ``MimicNorm`` (give True where a sample has
-            many predictions). It is a parameter of the loss, which the optimizer needs, too:
-            ``mimicnorm.param_groups(model, loss_fn, weight_decay=...)``.
+            many predictions).
         **cross_entropy: As for ``nn.CrossEntropyLoss``: weight, ignore_index, reduction, label_smoothing.
 
     Example:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,17 +11,19 @@ from torch import Tensor, nn
 from mimicnorm.errors import MicroBatchError, NonFiniteError
 from mimicnorm.layers import LastNorm
 from mimicnorm.layers.last_norm import refused, world_size
-from mimicnorm.microbatch.batches import MicroBatch, to_device
-from mimicnorm.microbatch.left_behind import LeftBehind
-from mimicnorm.microbatch.passes import Run, noted
+from mimicnorm.microbatch.batches import MicroBatch, join_targets, to_device
+from mimicnorm.microbatch.left_behind import LeftBehind, LeftBehindError
+from mimicnorm.microbatch.passes import Run
 from mimicnorm.microbatch.probe_loss import (
     IN_PARTS,
     ROUNDING,
     CannotTellError,
+    HiddenStateError,
     LossProbe,
     is_plain_cross_entropy,
     require_one_number,
 )
+from mimicnorm.microbatch.trees import leaves
 
 _DENOMINATOR = "Let loss_fn return a sum over samples and give what to divide by: denominator=lambda targets: ..."
 
@@ -34,17 +36,14 @@ class LossScope:
     """The user's loss, and how many passes it takes.
 
     Attributes:
-        kind: What the loss has to be over samples: a "sum" (with a denominator) or a "mean".
         asked: ``loss_in_pieces`` as given to ``backward``.
         confined: Why the loss cannot see the whole batch, or nothing if it can.
         two_passes: Whether a pass without a graph comes first.
         in_pieces: Whether the loss sees one micro-batch at a time.
         probe: Compares the loss with itself, where it is to be computed in parts.
-        is_known_mean: Whether the loss needs no comparison.
-        why_whole: Why the loss sees the whole batch although the model has no last BN.
         weight: The factor of each loss, or with means of each sample.
         foreign: The first targets of rank 0, and their number of samples.
-        left: What the passes before the loss left outside of the model's output, for the loss to leave alone.
+        left: What the forward passes left outside of the model's output.
     """
 
     def __init__(
@@ -74,7 +73,8 @@ class LossScope:
 
     def __call__(self, outputs: Any, targets: Any, samples: int, where: str) -> tuple[Tensor, Tensor]:
         """Return the loss to differentiate, and its value."""
-        with refused(IN_PARTS) if self.in_pieces else self.explained(), self.left.refused():
+        reading = self.left.refused() if self.two_passes else contextlib.nullcontext()
+        with refused(IN_PARTS) if self.in_pieces else self.explained(), reading:
             loss = self.loss_fn(outputs, targets)
         require_one_number(loss, where)
         if not loss.requires_grad:
@@ -113,13 +113,15 @@ class LossScope:
                 why = self._compare_first(probe, outputs)
             else:
                 why = probe.compare(piece.targets, piece.size, str(piece), outputs, 1 / 2 if again else ROUNDING)
+        except HiddenStateError:
+            raise
         except Exception as error:
             cannot_tell = f"it cannot be told whether it is a {self.kind} over samples"
             if is_first and not self.confined:
                 raise WholeBatchNeededError(
                     f"{cannot_tell} (if it is, say so with loss_in_pieces=True): {error}"
                 ) from error
-            if not isinstance(error, CannotTellError):
+            if not isinstance(error, (CannotTellError, LeftBehindError)):
                 raise
             if again:
                 return
@@ -141,9 +143,15 @@ class LossScope:
             self._refuse_state(probe)
 
     def _compare_first(self, probe: LossProbe, outputs: Any) -> str:
-        first, *others = self.run.pieces
-        probe.begin(outputs, first)
-        compared = [(p.targets, p.size, str(p)) for p in others if not self.two_passes]
+        if not self.two_passes:
+            self.left.find()
+        with self.left.refused():
+            probe.begin(outputs, self.run.pieces[0])
+        dense = any(isinstance(t, Tensor) and t.dim() > 2 for t in leaves(outputs))  # then memory may be short
+        groups = _groups(self.run.pieces[1:], least=1 if dense else 8)
+        if self.two_passes:  # single micro-batches are compared when their outputs are there
+            groups = [group for group in groups if len(group) > 1]
+        compared = [samples for group in groups for samples in _joined(group)]
         if self.foreign is not None:
             compared.append((*self.foreign, "the first micro-batch of rank 0"))
         return next((why for samples in compared if (why := probe.compare(*samples))), "")
@@ -165,6 +173,35 @@ class LossScope:
         whole = "; or leave loss_in_pieces out, so that it sees the whole batch" if world_size() == 1 else ""
         return f"{causes}. {remedy}{whole}"
 
-    def explained(self) -> AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def explained(self) -> Iterator[None]:
         """Let an error say why the loss must see the whole batch."""
-        return noted(self.why_whole and f"loss_fn must see the whole batch, because {self.why_whole}")
+        try:
+            yield
+        except Exception as error:
+            if self.why_whole:
+                error.add_note(f"loss_fn must see the whole batch, because {self.why_whole}")
+            raise
+
+
+def _groups(pieces: list[MicroBatch], least: int) -> list[list[MicroBatch]]:
+    """Group successive micro-batches: many a loss that compares samples with each other is zero for two of them."""
+    groups: list[list[MicroBatch]] = []
+    for piece in pieces:
+        if groups and sum(p.size for p in groups[-1]) < least:
+            groups[-1].append(piece)
+        else:
+            groups.append([piece])
+    return groups
+
+
+def _joined(group: list[MicroBatch]) -> list[tuple[Any, int, str]]:
+    """Return the targets, size and name of a group, or those of its micro-batches where targets cannot be joined."""
+    each = [(p.targets, p.size, str(p)) for p in group]
+    if len(group) == 1:
+        return each
+    try:
+        names = f"micro-batches {group[0].index} to {group[-1].index}"
+        return [(join_targets(group), sum(p.size for p in group), names)]
+    except MicroBatchError:
+        return each

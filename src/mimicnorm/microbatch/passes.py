@@ -13,16 +13,25 @@ from torch import Tensor, nn
 from mimicnorm.errors import MicroBatchError
 from mimicnorm.layers import LastNorm
 from mimicnorm.microbatch.batches import MicroBatch, require_joinable, to_device
-from mimicnorm.microbatch.guards import buffers_unchanged, require_finite, require_inputs_unchanged
-from mimicnorm.microbatch.heads import Call, Capture, Feed, Replay, WholeBatch, require_same, standing_in
+from mimicnorm.microbatch.guards import is_inexact, require_finite, require_inputs_unchanged, unchanged
+from mimicnorm.microbatch.heads import Call, Capture, Replay, WholeBatch, feed, gradient_of, require_same, standing_in
 from mimicnorm.microbatch.replay import RandomState, accelerators, full_precision
 from mimicnorm.microbatch.trees import Tree, leaves, map_tensors
 
-Roots = Callable[[MicroBatch, list[Any], Replay], list[tuple[Tensor, Tensor | None]]]
-"""From a micro-batch, the leaves of its output and its replay to the tensors to differentiate, with their gradients."""
+Root = tuple[Tensor, Tensor | None]
+"""A tensor to differentiate, with its gradient."""
+Roots = Callable[[MicroBatch, list[Any], Replay], list[Root]]
+"""From a micro-batch, the leaves of its output and its replay to what is differentiated."""
 
 COMPUTED = object()
-ADDED = "Gradients of this batch have been added: clear them"
+_MOVED = (
+    "the forward pass of {} changed this buffer, so the samples that come later, or again, meet another network. Put "
+    "the module that owns it into eval mode, or take it out"
+)
+_STEPPED = (
+    "the backward pass of {} changed this parameter, so the samples that come later meet another network. Step the "
+    "optimizer after backward, not in a hook on gradients"
+)
 
 
 @dataclass
@@ -32,6 +41,8 @@ class Run:
     Attributes:
         heads: The LastNorms of the model, by name.
         joins: Whether the outputs are joined, so that all must have the same structure.
+        has_values: Whether the tensors have values to look at; fake ones have none.
+        has_added: Whether gradients of this batch may have been added.
         starts: The random state from which each micro-batch started in the first pass.
         calls: The logits of each call of a head in the first pass, in an order that is the same on all ranks.
         outputs: The leaves of each micro-batch's output in the first pass. In a model with heads, the place of a tensor
@@ -43,6 +54,8 @@ class Run:
     pieces: list[MicroBatch]
     device: torch.device | None
     joins: bool = True
+    has_values: bool = True
+    has_added: bool = False
     starts: list[RandomState] = field(default_factory=list)
     calls: dict[Call, WholeBatch] = field(default_factory=dict)
     outputs: list[list[Any]] = field(default_factory=list)
@@ -64,7 +77,7 @@ class Run:
         args, kwargs = to_device((piece.args, piece.kwargs), self.device)
         if detach:
             args, kwargs = map_tensors(Tensor.detach, (args, kwargs))
-        with buffers_unchanged(self.model, piece):
+        with unchanged(self.model.named_buffers, _MOVED.format(piece)):
             output = self.model(*args, **kwargs)
         in_order = self._in_order(output, piece)
         if self.joins:
@@ -72,6 +85,12 @@ class Run:
             for i, (part, like) in enumerate(zip(in_order, self._first, strict=True)):
                 require_joinable(f"output {i} of the model", part, piece, like)
         return in_order
+
+    def backward(self, roots: list[Root]) -> None:
+        """Add the gradients of a micro-batch."""
+        self.has_added = True
+        with full_precision(self.device):
+            torch.autograd.backward([t for t, _ in roots], [grad for _, grad in roots])
 
     def _in_order(self, output: Any, piece: MicroBatch) -> list[Any]:
         if not any(isinstance(t, Tensor) for t in leaves(output)):
@@ -127,7 +146,7 @@ def first_pass(run: Run) -> None:
                 f"{', '.join(names)}: called a different number of times in {piece} than in the first micro-batch, "
                 "so the logits of the whole batch cannot be joined. Let every sample take the same way"
             )
-        for call, of_call in of_piece.items():
+        for call, of_call in of_piece.items() if run.has_values else ():
             require_finite(call.head, [of_call], piece)
         if not run.heads:
             require_finite("", in_order, piece)
@@ -146,11 +165,43 @@ def outputs_of(run: Run) -> Iterator[list[Any]]:
     now = run.random_state()
     for i, piece in enumerate(run.pieces):
         run.starts[i].restore()
-        with _frozen(run.model), torch.enable_grad(), standing_in(run.heads, Feed(piece, run.calls)):
+        with _frozen(run.model), torch.enable_grad(), standing_in(run.heads, feed(piece, run.calls)):
             outputs = run.forward(piece, detach=True)
         yield outputs
     torch.clear_autocast_cache()
     now.restore()
+
+
+class WholeOutputs:
+    """The joined outputs of all micro-batches, at which the loss of the whole batch is differentiated.
+
+    Attributes:
+        leaves: The leaves of the joined output.
+    """
+
+    def __init__(self, run: Run, trains: bool = True):
+        self._sizes = [p.size for p in run.pieces]
+        self.leaves = run.joined(list(outputs_of(run)))
+        self._learning = [i for i, t in enumerate(self.leaves) if trains and isinstance(t, Tensor) and is_inexact(t)]
+        for t in (self.leaves[i] for i in self._learning):
+            t.retain_grad() if t.requires_grad else t.requires_grad_()
+
+    def part(self, piece: MicroBatch) -> list[Any]:
+        """Return the leaves of one micro-batch's output."""
+        return [t.split(self._sizes)[piece.index] if isinstance(t, Tensor) else t for t in self.leaves]
+
+    def roots(self) -> Roots:
+        """Return what the graph pass differentiates, after the backward pass of the loss: the outputs."""
+        grads = {i: gradient_of(self.leaves[i]).split(self._sizes) for i in self._learning}
+        self.leaves = [t.detach() if isinstance(t, Tensor) else t for t in self.leaves]
+        values = {i: self.leaves[i].split(self._sizes) for i in self._learning}
+
+        def roots(piece: MicroBatch, outputs: list[Any], replay: Replay) -> list[Root]:
+            for i in grads:
+                replay.compare(f"output {i} of the model: the values", outputs[i].detach(), values[i][piece.index])
+            return [(outputs[i], grads[i][piece.index]) for i in grads]
+
+        return roots
 
 
 def graph_pass(run: Run, roots: Roots) -> None:
@@ -164,29 +215,19 @@ def graph_pass(run: Run, roots: Roots) -> None:
         if run.starts:
             run.starts[i].restore()
         replay = Replay(piece, run.calls)
-        with noted(ADDED if run.starts or i > 0 else ""), standing_in(run.heads, replay):
+        with standing_in(run.heads, replay):
             outputs = run.forward(piece)
-            chosen = [(t, grad) for t, grad in roots(piece, outputs, replay) if t.requires_grad]
+            chosen = [root for root in roots(piece, outputs, replay) if root[0].requires_grad]
             del outputs
             if chosen:
-                with full_precision(run.device):
-                    torch.autograd.backward([t for t, _ in chosen], [grad for _, grad in chosen])
+                with unchanged(run.model.named_parameters, _STEPPED.format(piece)):
+                    run.backward(chosen)
             del chosen  # the next micro-batch needs the memory
         replays.append(replay)
     if run.starts:
         end.restore()
-    require_same(replays)
-
-
-@contextlib.contextmanager
-def noted(note: str) -> Iterator[None]:
-    """Add a note to an error that is raised inside, if the note says anything."""
-    try:
-        yield
-    except Exception as error:
-        if note:
-            error.add_note(note)
-        raise
+    if run.has_values:
+        require_same(replays)
 
 
 @contextlib.contextmanager

@@ -1,10 +1,8 @@
 """Is a loss a mean over samples? Compare the loss of two micro-batches together with their losses apart.
 
-Only a mean (or a sum, with a ``denominator``) may be computed one micro-batch at a time. A loss that compares samples
-with each other, or divides by a weight that differs between micro-batches, gives something else together than apart:
-in its value or in its gradient at the outputs. The targets are the actual ones. Where outputs are not computed yet,
-mixtures of the first micro-batch's samples are used. Random generators, and the buffers and attributes of the modules
-that a loss calls, are restored afterwards.
+A loss that compares samples with each other, or divides by a weight that differs between micro-batches, gives something
+else together than apart: in its value or in its gradient at the outputs. The targets are the actual ones. Where outputs
+are not computed yet, mixtures of the first micro-batch's samples are used.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from mimicnorm.errors import MicroBatchError, NonFiniteError
 from mimicnorm.layers import LastNorm
 from mimicnorm.layers.last_norm import refused
-from mimicnorm.microbatch.batches import MicroBatch, counts_samples, join, mix, to_device
+from mimicnorm.microbatch.batches import MicroBatch, counts_samples, join, mix, tensors_of_all, to_device
 from mimicnorm.microbatch.guards import is_inexact
 from mimicnorm.microbatch.heads import standing_in
 from mimicnorm.microbatch.passes import Run
@@ -36,7 +34,11 @@ IN_PARTS = "this LastNorm is inside loss_fn, where it would see one micro-batch 
 
 
 class CannotTellError(Exception):
-    """A loss cannot be compared: it raises, is not finite, draws random numbers or keeps a state."""
+    """A loss cannot be compared: it raises, is not finite, or draws random numbers."""
+
+
+class HiddenStateError(MicroBatchError):
+    """A loss keeps a state that cannot be restored: what it would compute now is wrong."""
 
 
 def is_plain_cross_entropy(loss_fn: Any, pieces: list[MicroBatch]) -> bool:
@@ -49,7 +51,9 @@ def is_plain_cross_entropy(loss_fn: Any, pieces: list[MicroBatch]) -> bool:
         ignored = loss_fn.ignore_index
     elif loss_fn is not F.cross_entropy:
         return False
-    return all(isinstance(p.targets, Tensor) and not bool((p.targets == ignored).any()) for p in pieces)
+    if not all(counts_samples(p.targets, Tensor) and not bool((p.targets == ignored).any()) for p in pieces):
+        return False
+    return len({len(p.targets) / p.size for p in pieces}) == 1  # a loader may give one per token, and they may differ
 
 
 @dataclass
@@ -83,9 +87,13 @@ class LossProbe:
     def begin(self, outputs: Any, piece: MicroBatch) -> None:
         """Take the first micro-batch; whatever its loss raises is raised."""
         self._first = self._samples(outputs, piece.targets, piece.size, str(piece))
-        loss, _ = self._evaluate(self._first)
+        loss, grads = self._evaluate(self._first)
         if not bool(loss.isfinite()):
             raise NonFiniteError(f"the loss is {loss.item()} for {piece}")
+        of_all = {id(t) for t in tensors_of_all(self._first.outputs, piece.size)}
+        for t, grad in zip(self._first.leaves, grads, strict=True):
+            if id(t) in of_all and bool(grad.any()):
+                raise CannotTellError(f"it reads an output of shape {tuple(t.shape)}, which does not count the samples")
 
     def compare(self, targets: Any, size: int, name: str, outputs: Any = None, power: float = ROUNDING) -> str:
         """Compare the first micro-batch with other samples; return what differs by more than eps ** power, or nothing.
@@ -108,9 +116,17 @@ class LossProbe:
             raise CannotTellError(f"it raised {type(error).__name__} for {other.name} ({error})") from error
         shares = [1.0, 1.0] if self.as_sum else [one.size / both.size, other.size / both.size]
         why = _loss_differs(evaluated, shares, both.leaves, power) or _gradient_differs(evaluated, shares, power)
-        if why and not torch.equal(evaluated[0][0], self._evaluate(one, calls=2)[0]):
-            raise CannotTellError("it draws random numbers or keeps a state")
-        return f"{both.name}, {why}" if why else ""
+        if not why:
+            return ""
+        first, again, after_another = (e[0] for e in (evaluated[0], self._evaluate(one), self._evaluate(one, calls=2)))
+        if abs(again - first) > _precision(first, ROUNDING) * abs(first):
+            raise HiddenStateError(
+                f"loss_fn gave {first.item():.6g}, then {again.item():.6g} for the same samples, so it keeps a state "
+                "outside of modules. loss_in_pieces=False has it called once, with the whole batch"
+            )
+        if not torch.equal(first, after_another):
+            raise CannotTellError("it draws random numbers")
+        return f"{both.name}, {why}"
 
     def _evaluate(self, samples: _Samples, calls: int = 1) -> tuple[Tensor, list[Tensor]]:
         """Return the loss and its gradient at the outputs, always from the same random state."""
@@ -135,7 +151,7 @@ class LossProbe:
 
     def _samples(self, outputs: Any, targets: Any, size: int, name: str) -> _Samples:
         outputs = map_tensors(lambda t: t.detach().clone().requires_grad_(is_inexact(t)), outputs)
-        at = [t for t in leaves(outputs) if counts_samples(t, Tensor) and t.requires_grad]
+        at = [t for t in leaves(outputs) if isinstance(t, Tensor) and t.requires_grad]
         return _Samples(outputs, to_device(targets, self.run.device), size, name, at)
 
 

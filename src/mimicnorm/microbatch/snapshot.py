@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterable, Iterator
 
-from torch import Generator, Tensor, nn
+from torch import Tensor, nn
+
+from mimicnorm.surgery import isolate
 
 
 class Snapshot:
-    """The state of modules, without their children: buffers, attributes, their random generators; not parameters."""
+    """The state of modules: attributes, containers and random generators; of buffers and tensors the values, too."""
 
     def __init__(self, modules: Iterable[nn.Module]):
-        self._attributes = [(m, dict(m.__dict__)) for m in modules]
-        values = [v for _, attributes in self._attributes for v in attributes.values()]
-        self._containers = [(v, copy.copy(v)) for v in values if isinstance(v, (dict, list, set))]
-        self._generators = [(g, g.get_state()) for g in values if isinstance(g, Generator)]
-        self._tensors = [(m, k, t, t.detach().clone()) for m, _ in self._attributes for k, t in _tensors(m).items()]
+        modules = list(modules)
+        self._restore_attributes = isolate.snapshot(nn.ModuleList(modules))
+        self._tensors = [(m, k, t, t.detach().clone()) for m in modules for k, t in _tensors(m).items()]
 
     def restore(self) -> set[str]:
         """Put the state back, in place; return the classes of the modules whose tensors had changed."""
         changed = {
             type(m).__name__ for m, k, t, value in self._tensors if _tensors(m).get(k) is not t or not _equal(t, value)
         }
-        for m, attributes in self._attributes:
-            m.__dict__.clear()
-            m.__dict__.update(attributes)
-        for container, content in self._containers:
-            container.clear()
-            container.extend(content) if isinstance(container, list) else container.update(content)
-        for generator, state in self._generators:
-            generator.set_state(state)
+        self._restore_attributes()
         for _, _, tensor, value in self._tensors:
             if not _equal(tensor, value):
                 if tensor.shape != value.shape:
