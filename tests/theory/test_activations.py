@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mimicnorm.theory import TheoryError, activation_stats, gain, resolve
-from mimicnorm.theory.activations import names, prelu_stats
+from mimicnorm.theory.activations import names
 
 S = 1 - 1 / math.pi
 
@@ -47,23 +47,6 @@ def test_table_of_gains(name):
     assert stats.variance_slope == pytest.approx(expected[3], abs=6e-3)
 
 
-@pytest.mark.parametrize("name", [n for n in names() if n != "identity"])
-def test_every_nonlinear_activation_is_chaotic_at_its_weight_mean_gain(name):
-    # Hermite: chi1 - 1 = sum (k - 1) a_k^2 / sum a_k^2 over k >= 1, positive unless affine
-    stats = activation_stats(name)
-    assert stats.chi1 > 1
-    assert stats.tbar_slope_at_zero < 1
-
-
-@pytest.mark.parametrize("name", names())
-def test_moments_agree_with_sampling(name):
-    phi = resolve(name)
-    z = torch.randn(200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    stats, y = activation_stats(name), phi(z)
-    assert abs(float(y.mean()) - stats.mean) < 5 * stats.sd / math.sqrt(len(z))
-    assert float(y.var()) == pytest.approx(stats.variance, rel=0.03)
-
-
 PLAIN = [
     nn.ReLU,
     nn.ReLU6,
@@ -90,6 +73,17 @@ def test_torch_modules_resolve_to_the_same_function(module):
         assert activation_stats(module).chi1 == pytest.approx(bare.chi1, rel=1e-6)
 
 
+@pytest.mark.parametrize("name", names())
+def test_moments_agree_with_sampling(name):
+    phi = resolve(name)
+    z = torch.randn(200_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    stats, y = activation_stats(name), phi(z)
+    assert abs(float(y.mean()) - stats.mean) < 5 * stats.sd / math.sqrt(len(z))
+    assert float(y.var()) == pytest.approx(stats.variance, rel=0.03)
+    # Hermite: chi1 - 1 = sum (k - 1) a_k^2 / sum a_k^2 over k >= 1, positive unless affine
+    assert stats.chi1 > 1 > stats.tbar_slope_at_zero or name == "identity"
+
+
 def test_a_subclass_of_a_torch_module_keeps_its_own_forward():
     class Twice(nn.ReLU):
         def forward(self, input):
@@ -104,22 +98,6 @@ def test_gain_works_where_converters_call_it():
         assert gain(lambda x: nn.functional.gelu(x)) == pytest.approx(expected, rel=1e-12)
     with torch.no_grad():
         assert gain(nn.GELU()) == expected
-
-
-def test_named_parameters_reach_the_function():
-    a = 0.3
-    variance = (1 + a**2) / 2 - (1 - a) ** 2 / (2 * math.pi)
-    assert gain("leaky_relu", negative_slope=a) == pytest.approx(variance**-0.5, rel=1e-13)
-
-
-def test_a_gain_needs_no_slope():
-    def phi(x):
-        return torch.sign(x) * x.abs().sqrt()
-
-    z = torch.linspace(-12, 12, 4_000_001, dtype=torch.float64)
-    weight = torch.exp(-(z**2) / 2) * (z[1] - z[0]) / math.sqrt(2 * math.pi)
-    assert gain(phi) == pytest.approx(float((weight * phi(z) ** 2).sum()) ** -0.5, rel=1e-6)
-    assert math.isnan(activation_stats(phi).chi1)
 
 
 def test_a_callable_is_exact_with_its_kinks():
@@ -143,25 +121,16 @@ def test_a_prelu_with_a_slope_per_channel_averages_moments_not_slopes():
     stats = activation_stats(module)
     each = [activation_stats("prelu", negative_slope=a) for a in module.weight.tolist()]  # as rounded to float32
     mean, second = (sum(getattr(s, name) for s in each) / 3 for name in ("mean", "second_moment"))
-    assert stats.mean == pytest.approx(mean, rel=1e-12)
-    assert stats.second_moment == pytest.approx(second, rel=1e-12)
+    assert [stats.mean, stats.second_moment] == pytest.approx([mean, second], rel=1e-12)
     assert stats.variance == pytest.approx(second - mean**2, rel=1e-12)
-    assert stats.chi1 * stats.variance == pytest.approx(sum(s.chi1 * s.variance for s in each) / 3, rel=1e-12)
-    linear = sum(s.tbar_slope_at_zero * s.variance for s in each) / 3
-    assert stats.tbar_slope_at_zero * stats.variance == pytest.approx(linear, rel=1e-12)
-    assert prelu_stats([-1.0, 1.0]).rms == pytest.approx(1.0, abs=1e-12)
+    for name in ("chi1", "tbar_slope_at_zero"):
+        shared = sum(getattr(s, name) * s.variance for s in each) / 3
+        assert getattr(stats, name) * stats.variance == pytest.approx(shared, rel=1e-12)
     # the layer after it, by sampling
     z = torch.randn(3, 400_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     y = torch.where(z > 0, z, module.weight.detach().double()[:, None] * z)
     assert gain(module, "plain") == pytest.approx(float(y.square().mean()) ** -0.5, rel=5e-3)
     assert gain(module) == pytest.approx(float(y.var()) ** -0.5, rel=5e-3)
-
-
-@pytest.mark.parametrize("slope", [-1.0, 0.0, 0.25, 1.0])
-def test_equal_slopes_are_one_slope(slope):
-    several, one = activation_stats(nn.PReLU(5, init=slope)), activation_stats("prelu", negative_slope=slope)
-    for name in ("mean", "second_moment", "variance", "sd", "rms", "chi1", "tbar_slope_at_zero", "variance_slope"):
-        assert getattr(several, name) == pytest.approx(getattr(one, name), rel=1e-12, abs=1e-12)
 
 
 def test_a_prelu_with_several_slopes_is_refused_where_one_function_is_needed():

@@ -19,39 +19,20 @@ def correlations(result):
 @pytest.mark.parametrize("kind", ["straight", "batch_norm"])
 @pytest.mark.parametrize("name", ["erf", torch.sin])
 def test_an_odd_activation_keeps_opposite_inputs_opposite(kind, name):
-    x = gaussian(20, 784)
-    result = kernels(x, 50, Transition(kind, name, sigma_w2=6.0), -x)
-    assert float((correlations(result) + 1).abs().max()) < 1e-12
-    both = residual_kernels(x, 4, Transition(kind, name), -x)
-    assert float((correlations(both) + 1).abs().max()) < 1e-12
+    x, t = gaussian(20, 784), Transition(kind, name, sigma_w2=6.0)
+    for result in (kernels(x, 50, t, -x), residual_kernels(x, 4, t, -x)):
+        assert float((correlations(result) + 1).abs().max()) < 1e-12
+    assert float(correlations(kernels(x, 2, t, -x, first_b2=1.0)).min()) > -0.999
 
 
-def test_opposite_inputs_part_where_they_must():
-    x = gaussian(4, 784)
-    for t in (Transition("straight", "erf", 9.0, sigma_b2=0.1), Transition("straight", "gelu")):
-        assert float(correlations(kernels(x, 2, t, -x)).min()) > -0.999
-    erf = Transition("straight", "erf", 9.0)
-    assert float(correlations(kernels(x, 3, erf, -2 * x)).min()) > -1 + 1e-6
-    assert float(correlations(kernels(x, 2, erf, -x, first_b2=1.0)).min()) > -0.999
-
-
-def test_the_first_relu_sees_exactly_minus_one():
+def test_relu_and_even_activations_see_exactly_minus_one():
     x, t = gaussian(20, 784), Transition("straight", "leaky_relu")
     assert float(kernels(x, 2, Transition(), -x).ntk.abs().diagonal().max()) == 0
-    assert float(kernels(x, 2, Transition(), -3 * x).ntk.abs().diagonal().max()) < 1e-14
     # E[phi phi] = -0.01 q and E[phi' phi'] = 0.01
     result = kernels(x, 2, t, -x)
     assert torch.allclose(result.ntk.diagonal(), -0.02 * t.effective_w2 * x.square().mean(1), rtol=1e-13)
-
-
-@pytest.mark.parametrize("kind", ["weight_mean", "straight"])
-def test_an_even_activation_makes_opposite_inputs_equal(kind):
-    x = gaussian(6, 40)
-    t = Transition(kind, torch.nn.LeakyReLU(-1.0))
-    result = kernels(x, 60, t, -x)
-    assert torch.allclose(result.nngp.diagonal(), result.rows, rtol=1e-10)
-    mixed = residual_kernels(x, 2, t, -x)
-    assert float(correlations(mixed).abs().max()) < 0.9  # the branches agree, the shortcuts do not
+    even = kernels(x, 60, Transition("weight_mean", torch.nn.LeakyReLU(-1.0)), -x)
+    assert torch.allclose(even.nngp.diagonal(), even.rows, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", ["relu", "gelu", "tanh"])
@@ -71,7 +52,7 @@ def test_zero_vectors_with_a_bias_are_equal_inputs():
 
 @pytest.mark.parametrize("kind", ["straight", "weight_mean"])
 @pytest.mark.parametrize("bias", [0.0, 0.1])
-@pytest.mark.parametrize("apart", [1e-2, 1e-3, 1e-5, 1e-7, 1e-9])
+@pytest.mark.parametrize("apart", [1e-2, 1e-5, 1e-9])
 def test_nearly_equal_inputs_keep_their_distance(kind, bias, apart):
     x, t = gaussian(1, 20), Transition(kind, sigma_b2=bias)
     y = x + apart * gaussian(1, 20, seed=1)

@@ -40,79 +40,31 @@ def test_each_leaf_call_is_measured_in_order():
     assert all(layer.gradient > 0 for layer in signal.layers)
 
 
-class Tokens(nn.Module):
-    """Patches of a picture as tokens: channels first, then last, then first again."""
-
-    def __init__(self):
-        super().__init__()
-        self.patches, self.drop = nn.Conv2d(3, 6, 2, stride=2), nn.Identity()
-        self.linear, self.norm, self.act = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Tanh()
-
-    def forward(self, x):
-        x = self.drop(self.patches(x).flatten(2).transpose(1, 2))  # (batch, 9 positions, 6 channels)
-        x = self.linear(x)
-        return self.act(x + self.norm(x.transpose(1, 2)).transpose(1, 2))
-
-
-def mean_share(y, positions):
-    y = y.detach()
-    return pytest.approx(float(y.mean(positions).square().mean() / y.square().mean()), rel=1e-4, abs=1e-9)
-
-
 def test_channels_are_those_of_the_layer_that_made_the_output():
-    torch.manual_seed(0)
-    model, x = Tokens(), torch.randn(8, 3, 6, 6) + 1
-    with torch.no_grad():
-        patches = model.patches(x)
-        tokens = patches.flatten(2).transpose(1, 2)
-        h = model.linear(tokens)
-        normed = model.norm(h.transpose(1, 2))
-        out = torch.tanh(h + normed.transpose(1, 2))
-    expected = {
-        "patches": (patches, (0, 2, 3)),
-        "drop": (tokens, (0, 1)),
-        "linear": (h, (0, 1)),
-        "norm": (normed, (0, 2)),
-        "act": (out, (0, 1)),
-    }
-    for layer in propagate(model, x).layers:
-        assert layer.channel_mean_share == mean_share(*expected[layer.name]), layer.name
+    class Tokens(nn.Module):
+        """Patches of a picture as tokens: channels first, then last, then first, then last again."""
 
-
-def test_channels_of_an_earlier_layer_of_the_same_shape():
-    # `norm` sees the shape of `embed`; the latest layer, `mix`, has its 5 positions where `embed` has its channels
-    class Mixer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embed, self.mix, self.norm = nn.Linear(3, 6), nn.Linear(5, 5), nn.LayerNorm(6)
+            self.patches, self.linear = nn.Conv2d(3, 6, 2, stride=2), nn.Linear(6, 5)
+            self.norm, self.act = nn.BatchNorm1d(5), nn.Tanh()
 
         def forward(self, x):
-            x = self.embed(x)
-            return self.norm(x + self.mix(x.transpose(1, 2)).transpose(1, 2))
+            x = self.linear(self.patches(x).flatten(2).transpose(1, 2))  # (batch, 9 positions, 5 channels)
+            return self.act(x + self.norm(x.transpose(1, 2)).transpose(1, 2))
 
     torch.manual_seed(0)
-    model, x = Mixer(), torch.randn(8, 5, 3) + 1
-    assert propagate(model, x).layers[-1].channel_mean_share == mean_share(model(x), (0, 1))
-
-
-def test_channels_of_sequences_and_single_pictures():
-    torch.manual_seed(0)
-    x, picture = torch.randn(4, 7, 3) + 1, torch.randn(3, 6, 6) + 1
-    rnn, conv = nn.GRU(3, 5, batch_first=True), nn.Conv2d(3, 5, 3)
-    assert propagate(rnn, x).layers[0].channel_mean_share == mean_share(rnn(x)[0], (0, 1))
-    # no batch: channels come first
-    assert propagate(conv, picture).layers[0].channel_mean_share == mean_share(conv(picture), (1, 2))
-
-
-def test_gradients_survive_in_place_activations():
-    # the same network with and without inplace must read the same, before and after the activation
-    torch.manual_seed(0)
-    make = lambda inplace: nn.Sequential(nn.Linear(8, 8), nn.ReLU(inplace), nn.Linear(8, 2))  # noqa: E731
-    a, b = make(True), make(False)
-    b.load_state_dict(a.state_dict())
-    x = torch.randn(16, 8)
-    for one, two in zip(propagate(a, x).layers, propagate(b, x).layers, strict=True):
-        assert one == two
+    model, x = Tokens(), torch.randn(8, 3, 6, 6) + 1
+    outputs = {}
+    for name, module in model.named_children():
+        module.register_forward_hook(lambda _module, _args, y, name=name: outputs.update({name: y.detach()}))
+    layers = propagate(model, x).layers
+    model(x)
+    positions = {"patches": (0, 2, 3), "linear": (0, 1), "norm": (0, 2), "act": (0, 1)}
+    for layer in layers:
+        y = outputs[layer.name]
+        expected = float(y.mean(positions[layer.name]).square().mean() / y.square().mean())
+        assert layer.channel_mean_share == pytest.approx(expected, rel=1e-4, abs=1e-9), layer.name
 
 
 def test_the_network_is_left_as_it_was():
@@ -139,13 +91,15 @@ def test_parametrised_and_attention_layers_are_leaves():
     assert first.gradient > 0
 
 
-def test_checkpointed_layers_are_measured_once():
-    class Checkpointed(nn.Sequential):
-        def forward(self, x):
-            return checkpoint(super().forward, x, use_reentrant=False)
+class Checkpointed(nn.Sequential):
+    def forward(self, x):
+        return checkpoint(super().forward, x, use_reentrant=False)
 
-    model, x = Checkpointed(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 2)), torch.randn(4, 3)
-    assert propagate(model, x).layers == propagate(nn.Sequential(*model), x).layers
+
+def test_in_place_activations_and_checkpoints_do_not_show():
+    layers, x = (nn.Linear(3, 3), nn.ReLU(inplace=True), nn.Linear(3, 2)), torch.randn(4, 3)
+    plain = propagate(nn.Sequential(layers[0], nn.ReLU(), layers[2]), x).layers
+    assert propagate(nn.Sequential(*layers), x).layers == propagate(Checkpointed(*layers), x).layers == plain
 
 
 def signal(variances=(1.0, 1.0), correlation=0.2, gradients=(1.0, 1.0)):
@@ -158,9 +112,7 @@ def signal(variances=(1.0, 1.0), correlation=0.2, gradients=(1.0, 1.0)):
     [
         (signal((0.5, 10.0)), "healthy: variance 0.5 to 10 (good: 0.0001 to 10000), correlation"),
         (signal((0.0, 10.0), gradients=(0.0, 1.0)), "healthy: variance 10 to 10"),  # a layer that starts at zero
-        (signal((1.0, 1e5)), "unhealthy: variance 1 to 1e+05"),
         (signal((1.0, 1e5)), "The variance explodes: give weights the standard deviation"),
-        (signal((1.0, math.inf)), "The variance explodes"),
         (signal((1.0, math.nan)), "The variance explodes"),
         (signal((1.0, 1e-8)), "The variance dies out: give weights the standard deviation"),
         (signal(correlation=0.99), "All inputs look alike: centre the weights"),
@@ -170,13 +122,6 @@ def signal(variances=(1.0, 1.0), correlation=0.2, gradients=(1.0, 1.0)):
 def test_a_verdict_says_what_is_wrong_and_what_to_do(measured, says):
     assert says in measured.verdict()
     assert measured.verdict().startswith("unhealthy") == (len(measured.verdict().split(". ")) > 1)
-
-
-def test_real_networks_are_judged():
-    deep = [layer for _ in range(30) for layer in (nn.Linear(64, 64), nn.ReLU())]
-    assert propagate(nn.Sequential(*deep), torch.randn(8, 64)).verdict().startswith("unhealthy")
-    net = FiniteNetwork(64, 64, 6, Transition("weight_mean"), outputs=8)
-    assert propagate(net, torch.randn(8, 64)).verdict().startswith("healthy")
 
 
 def test_cuda_generators_are_not_seeded(monkeypatch):
@@ -227,17 +172,12 @@ def test_call_arguments_tokens_losses_and_dicts():
     assert all(layer.gradient == 0 for layer in quiet.layers)
 
 
-def test_few_samples_are_compared_with_all_others():
+def test_the_correlation_is_the_mean_over_all_pairs():
     x = torch.randn(5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     unit = x / x.norm(dim=1, keepdim=True)
     expected = float((unit @ unit.T).triu(1).sum() / 10)
-    for pairs in (10, 200):
-        assert propagate(nn.Identity(), x, pairs=pairs).layers[0].correlation == pytest.approx(expected, rel=1e-12)
-
-
-def test_one_sample_has_no_pairs():
-    layer = propagate(nn.Linear(3, 3), torch.ones(1, 3)).layers[0]
-    assert math.isnan(layer.correlation)
+    assert propagate(nn.Identity(), x).layers[0].correlation == pytest.approx(expected, rel=1e-12)
+    assert math.isnan(propagate(nn.Identity(), x[:1]).layers[0].correlation)
 
 
 def test_table_rows_and_plot(tmp_path):

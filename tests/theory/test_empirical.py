@@ -35,6 +35,7 @@ def convolutional():
 def test_any_memory_limit_gives_the_same_kernel(memory, mode):
     model = convolutional().eval()
     x = torch.randn(4, 2, 5, 5, dtype=torch.float64)
+    model[0].bias.requires_grad_(False)  # and is left out
     full = empirical_ntk(model, x, mode=mode, outputs="full", memory_bytes=memory)
     expected = explicit(model, x)
     assert torch.allclose(full, expected, rtol=1e-10, atol=1e-12)
@@ -42,14 +43,6 @@ def test_any_memory_limit_gives_the_same_kernel(memory, mode):
     assert torch.allclose(mean, torch.einsum("icjc->ij", expected) / 3, rtol=1e-10, atol=1e-12)
     cross = empirical_ntk(model, x[:3], x[2:], mode=mode, outputs="full", memory_bytes=memory)
     assert torch.allclose(cross, expected[:3, :, 2:], rtol=1e-10, atol=1e-12)
-
-
-@pytest.mark.parametrize("mode", ["per_sample", "batch"])
-def test_one_number_per_sample(mode):
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1), nn.Flatten(0)).double()
-    x = torch.randn(5, 3, dtype=torch.float64)
-    expected = explicit(model[:-1], x)[:, 0, :, 0]
-    assert torch.allclose(empirical_ntk(model, x, mode=mode), expected, rtol=1e-10)
 
 
 class Noisy(nn.Linear):
@@ -107,6 +100,13 @@ def test_both_sides_need_as_many_outputs(mode):
         empirical_ntk(model, torch.randn(2, 1, 5, 5), torch.randn(3, 1, 6, 6), mode=mode)
 
 
+@pytest.mark.parametrize("mode", ["per_sample", "batch"])
+def test_one_number_per_sample(mode):
+    model = nn.Sequential(nn.Linear(3, 1), nn.Flatten(0)).double()
+    x = torch.randn(5, 3, dtype=torch.float64)
+    assert torch.allclose(empirical_ntk(model, x, mode=mode), x @ x.T + 1, rtol=1e-10)
+
+
 def test_batch_norm_in_train_mode_is_the_whole_batchs_kernel():
     model = convolutional().train()
     x = torch.randn(5, 2, 5, 5, dtype=torch.float64)
@@ -118,20 +118,6 @@ def test_batch_norm_in_train_mode_is_the_whole_batchs_kernel():
     assert torch.allclose(got, explicit(model, x), rtol=1e-9, atol=1e-11)
     frozen = empirical_ntk(model.eval(), x, mode="batch", outputs="full")
     assert not torch.allclose(got, frozen, rtol=0.05)
-
-
-def test_batch_norm_on_the_output_has_the_constant_vector_in_its_null_space():
-    net = FiniteNetwork(6, 32, 3, Transition("batch_norm"), last_norm=True)
-    x = torch.randn(8, 6, dtype=torch.float64)
-    ntk = empirical_ntk(net, x, mode="batch")
-    assert float((ntk @ torch.ones(8, dtype=torch.float64)).abs().max()) < 1e-9 * float(ntk.abs().max())
-
-
-def test_frozen_parameters_are_left_out():
-    model = convolutional().eval()
-    model[0].requires_grad_(False)
-    x = torch.randn(2, 2, 5, 5, dtype=torch.float64)
-    assert torch.allclose(empirical_ntk(model, x, outputs="full"), explicit(model, x), rtol=1e-10)
 
 
 @pytest.mark.parametrize("residual", [None, "sqrt"])

@@ -15,11 +15,12 @@ def test_centring_weights_is_centring_the_layers_input():
 
 
 def test_plain_networks_have_one_yield_per_weight_layer():
-    net = FiniteNetwork(6, 40, 4, Transition("straight", sigma_b2=0.1), outputs=3)
-    shapes = [tuple(h.shape) for h in net.hidden(torch.ones(2, 6))]
-    assert shapes == [(2, 40)] * 3 + [(2, 3)]
-    assert net.layers[0].bias is None
-    assert net.layers[1].bias is not None
+    nets = [FiniteNetwork(6, 40, 4, Transition("straight", sigma_b2=0.1), outputs=3, seed=s) for s in (0, 0, 1)]
+    steps, same, others = (list(net.hidden(torch.ones(2, 6))) for net in nets)
+    assert [tuple(h.shape) for h in steps] == [(2, 40)] * 3 + [(2, 3)]
+    assert torch.equal(steps[-1], same[-1])
+    assert not torch.equal(steps[-1], others[-1])
+    assert [layer.bias is None for layer in nets[0].layers] == [True, False, False, False]
 
 
 def test_residual_networks_add_scaled_branches():
@@ -39,10 +40,3 @@ def test_batch_norm_normalises_all_layers_but_perhaps_the_last(last):
     *_, before, out = net.hidden(torch.randn(64, 6, dtype=torch.float64))
     assert torch.allclose(before.var(0, correction=0), torch.ones(40, dtype=torch.float64), atol=1e-6)
     assert torch.allclose(out.mean(0), torch.zeros(40, dtype=torch.float64), atol=1e-9) == last
-
-
-def test_the_seed_decides_the_weights():
-    nets = [FiniteNetwork(4, 8, 2, Transition(), seed=s) for s in (0, 0, 1)]
-    x = torch.ones(1, 4)
-    assert torch.equal(nets[0](x), nets[1](x))
-    assert not torch.equal(nets[0](x), nets[2](x))

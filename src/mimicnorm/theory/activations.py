@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
@@ -21,7 +21,7 @@ from mimicnorm.arguments import finite, positive_int
 from mimicnorm.errors import TheoryError
 
 from .arguments import reals, running
-from .quadrature import CPU, normal_nodes
+from .quadrature import CPU, normal_nodes, pair_integrals, single_integrals
 
 Function = Callable[[Tensor], Tensor]
 SELU_SCALE, SELU_ALPHA = 1.0507009873554804934193349852946, 1.6732632423543772848170429916717
@@ -127,10 +127,6 @@ class Activation:
             slope = torch.autograd.grad(y.sum(), x)[0] if y.requires_grad else torch.zeros_like(x)  # constant
         return y.detach(), slope.detach()
 
-    def derivative(self, x: Tensor) -> Tensor:
-        """Return phi'(x)."""
-        return self.with_slope(x)[1]
-
 
 def resolve(activation: Any, kinks: Iterable[float] | None = None, **parameters: float) -> Activation:
     """Return the `Activation` for a name, a torch activation module, or any element-wise callable.
@@ -222,11 +218,17 @@ def _of_module(module: nn.Module) -> Activation | None:
     return _named(name, {parameter: getattr(module, parameter) for parameter in _REGISTRY[name][1]})
 
 
-def require_close(activation: Activation, q: float, coarse: Sequence[float], fine: Sequence[float]) -> None:
-    """Refuse an activation whose moments at variance q differ between two quadratures."""
-    size = max(map(abs, fine))
-    if not all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9 * size) for a, b in zip(coarse, fine, strict=True)):
-        worst = max(zip(coarse, fine, strict=True), key=lambda pair: abs(pair[0] - pair[1]))
+@lru_cache(maxsize=256)
+def require_resolved(activation: Activation, q: float = 1.0) -> None:
+    """Refuse a callable for which the integrals of a pair at correlation 1 are not the moments of one input."""
+    if activation.built_in:
+        return
+    variance = torch.tensor([q], dtype=torch.float64, device=CPU)
+    one = single_integrals(activation, variance)
+    pairs = list(zip(map(float, pair_integrals(activation, variance, variance, 0.0)), map(float, one[2:]), strict=True))
+    size = max(abs(moment) for _, moment in pairs)
+    if not all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9 * size) for a, b in pairs):
+        worst = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
         raise TheoryError(
             f"the moments of activation {activation.name!r} at variances up to {q:g} do not settle: two quadratures "
             f"give {worst[0]:.10g} and {worst[1]:.10g}. If it has kinks off 0, pass resolve(function, kinks=[...]); "
@@ -294,17 +296,7 @@ def prelu_stats(slopes: Any) -> ActivationStats:
 
 @lru_cache(maxsize=256)
 def _stats(activation: Activation) -> ActivationStats:
-    stats = _stats_by(activation, 20)
-    if not activation.built_in:
-        finer = _stats_by(activation, 40)
-        require_close(activation, 1.0, (stats.mean, stats.second_moment), (finer.mean, finer.second_moment))
-        if not math.isclose(stats.chi1, finer.chi1, rel_tol=1e-9):
-            return replace(stats, chi1=math.nan)
-    return stats
-
-
-def _stats_by(activation: Activation, count: int) -> ActivationStats:
-    z, w = normal_nodes(activation.kinks, count=count)
+    z, w = normal_nodes(activation.kinks)
     phi, slope = activation.with_slope(z)
     far = (w * phi**2)[z.abs() > 11]
     if not bool(torch.isfinite(phi).all() & torch.isfinite(slope).all() & (far.sum() < 1e-6)):
@@ -322,6 +314,7 @@ def _stats_by(activation: Activation, count: int) -> ActivationStats:
         raise TheoryError(
             f"activation {activation.name!r} is constant under N(0, 1): no gain can restore its variance."
         )
+    require_resolved(activation)
     return ActivationStats(
         mean=mean,
         second_moment=second,

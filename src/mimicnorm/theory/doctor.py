@@ -42,8 +42,8 @@ class LayerSignal:
         channel_mean_share: fraction of the second moment that is the channels' means over batch and positions: close
             to 1 all inputs look alike, 0 after BatchNorm. Channels are last after a linear layer, before the positions
             after a convolution.
-        correlation: mean over sample pairs of the cosine of their flattened outputs, the NNGP's rho; NaN for one
-            sample.
+        correlation: mean over all pairs of samples of the cosine of their flattened outputs, the NNGP's rho; NaN for
+            one sample.
         gradient: Frobenius norm of the gradient with respect to this output; NaN when none reached it.
     """
 
@@ -110,9 +110,7 @@ class Signal:
         return "\n".join([*lines, f"verdict: {self.verdict()}"])
 
 
-def propagate(
-    model: nn.Module, x: Any, *, loss: Callable[[Any], Tensor] | None = None, pairs: int = 200, seed: int = 0
-) -> Signal:
+def propagate(model: nn.Module, x: Any, *, loss: Callable[[Any], Tensor] | None = None, seed: int = 0) -> Signal:
     """Run a batch forward and a gradient back through any network and measure the output of each leaf module.
 
     The network stays as it is: mode, weights, buffers, other attributes, `.grad`, random states. It runs in the mode
@@ -123,8 +121,7 @@ def propagate(
         x: an input batch, or a tuple of call arguments, or a dict of keyword arguments.
         loss: maps the model's output to a scalar; by default the output (its first tensor) is multiplied by a random
             direction of unit length, so that gradients of two networks can be compared.
-        pairs: number of random sample pairs for the correlation; all pairs if there are no more.
-        seed: of pairs, direction and the random numbers that the model draws.
+        seed: of the direction and of the random numbers that the model draws.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -143,20 +140,19 @@ def propagate(
         raise TheoryError("the batch is empty: there is nothing to measure.")
     if not all(bool(torch.isfinite(a).all()) for a in tensors):
         raise TheoryError("the batch has non-finite entries; look for NaN or infinity in the inputs.")
-    pairs = positive_int(pairs, "pairs", error=TheoryError)
     rng = torch.Generator().manual_seed(positive_int(seed, "seed", least=0, error=TheoryError))
     if loss is not None and not callable(loss):
         raise TheoryError(f"loss must be a function of the model's output that returns a scalar tensor, not {loss!r}.")
     layers: list[LayerSignal] = []
     names = {module: name for name, module in model.named_modules()}
-    channels = _Channels()
+    channels: dict[torch.Size, int] = {}  # their dimension, by the shape of an output
 
     def measure(module: nn.Module, _inputs: Any, output: Any) -> None:
         h = _first_tensor(output)
         if h is None or h.dim() == 0:
             return
         kind = type_before_parametrizations(module).__name__
-        layer = _measure(names[module], kind, h, channels.dimension(module, h), pairs, rng)
+        layer = _measure(names[module], kind, h, _channel_dimension(module, h, channels))
         layers.append(layer)
         if h.requires_grad:
             # a hook, because an in-place activation after this layer overwrites h
@@ -219,52 +215,31 @@ def _random_projection(output: Any, rng: torch.Generator) -> Tensor:
     return (y * (direction / direction.norm()).to(y)).sum()
 
 
-class _Channels:
-    """Find the dimension of the channels in each output.
+def _channel_dimension(module: nn.Module, h: Tensor, known: dict[torch.Size, int]) -> int:
+    """Return the dimension of the channels in an output: the last after a linear layer, else that before the positions.
 
-    It is the last after a linear layer, and the one before the positions after a convolution. Other modules
-    (activations, dropout, layer norms) keep the dimension of the latest layer of the same shape, or else take the
-    dimension that has the latest layer's width.
+    Activations, dropout and layer norms keep the dimension of the latest layer of the same shape.
     """
-
-    def __init__(self) -> None:
-        self.dimensions: dict[torch.Size, int] = {}
-        self.width = 0
-
-    def dimension(self, module: nn.Module, h: Tensor) -> int:
-        """Return the dimension of the channels in a module's output."""
-        if isinstance(module, _CHANNELS_LAST):
-            return self._note(h, h.dim() - 1)
-        if isinstance(module, _ConvNd):
-            return self._note(h, h.dim() - 1 - len(module.kernel_size))
-        if isinstance(module, (_NormBase, nn.GroupNorm)):
-            return self._note(h, min(1, h.dim() - 1))
-        if h.shape in self.dimensions:
-            return self.dimensions[h.shape]
-        fitting = [d for d in range(1, h.dim()) if h.shape[d] == self.width]
-        return fitting[0] if len(fitting) == 1 else min(1, h.dim() - 1)
-
-    def _note(self, h: Tensor, dimension: int) -> int:
-        self.dimensions[h.shape], self.width = dimension, h.shape[dimension]
-        return dimension
+    if isinstance(module, _CHANNELS_LAST):
+        known[h.shape] = h.dim() - 1
+    elif isinstance(module, _ConvNd):
+        known[h.shape] = h.dim() - 1 - len(module.kernel_size)
+    elif isinstance(module, (_NormBase, nn.GroupNorm)):
+        known[h.shape] = min(1, h.dim() - 1)
+    return known.get(h.shape, min(1, h.dim() - 1))
 
 
-def _measure(name: str, kind: str, h: Tensor, channels: int, pairs: int, rng: torch.Generator) -> LayerSignal:
+def _measure(name: str, kind: str, h: Tensor, channels: int) -> LayerSignal:
     with torch.no_grad():
         h = h.detach().to(torch.float64 if h.device.type == "cpu" else torch.float32)
         flat = h.flatten(1) if h.dim() > 1 else h[:, None]
         second = float((h**2).mean())
         by_channel = h.movedim(channels, 0).flatten(1) if h.dim() > 1 else h[None]
         shared = float((by_channel.mean(1) ** 2).mean()) / second if second > 0 else math.nan
-        correlation = math.nan
-        if len(flat) > 1:
-            i = torch.randint(len(flat), (pairs,), generator=rng)
-            j = (i + torch.randint(1, len(flat), (pairs,), generator=rng)) % len(flat)
-            if len(flat) * (len(flat) - 1) // 2 <= pairs:  # after the draw, on which the loss's direction depends
-                i, j = torch.triu_indices(len(flat), len(flat), 1)
-            unit = torch.nn.functional.normalize(flat, dim=1)
-            dots = [torch.dot(unit[a], unit[b]) for a, b in zip(i.tolist(), j.tolist(), strict=True)]  # no copies
-            correlation = float(torch.stack(dots).mean())
+        unit, count = torch.nn.functional.normalize(flat, dim=1), len(flat)
+        # all pairs at once: the square of the sum is that of each sample, and each pair twice
+        twice = float(unit.sum(0).square().sum() - unit.square().sum())
+        correlation = twice / (count * (count - 1)) if count > 1 else math.nan
         return LayerSignal(name, kind, float(h.mean()), float(h.var(correction=0)), shared, correlation)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,10 +20,10 @@ from torch import Tensor
 from mimicnorm.arguments import finite
 from mimicnorm.errors import TheoryError
 
-from .activations import Activation, require_close, resolve
+from .activations import Activation, require_resolved, resolve
 from .arguments import reals
 from .interpolant import interpolant, interpolation, variance_nodes
-from .quadrature import CPU, normal_nodes, pair_integrals
+from .quadrature import CPU, Moments, normal_nodes, pair_integrals, single_integrals
 
 MANY = 1000  # expected pairs from which an interpolant over several variances pays
 MANY_OF_ONE_VARIANCE = 32  # ... over one variance
@@ -86,42 +86,23 @@ def check_correlation(rho: Tensor | float) -> Tensor:
     return values.clamp(-1.0, 1.0)
 
 
-class Moments(NamedTuple):
-    """E[phi], E[phi^2], Var[phi] and E[phi'^2] of phi(sqrt(q) z), one per variance q."""
-
-    mean: Tensor
-    second: Tensor
-    variance: Tensor
-    slope: Tensor
-
-
 def moments(activation: Activation, q: Tensor) -> Moments:
     """Return the moments of a single input of each variance in q; equal variances get equal moments, bit for bit."""
     values, inverse = q.unique(return_inverse=True)
     if has_closed_form(activation):
         table = _closed_moments(activation, values)
     else:
-        if not activation.built_in:
-            _require_resolved(activation, 2.0 ** math.ceil(math.log2(float(values.max()))))
+        require_resolved(activation, 2.0 ** math.ceil(math.log2(float(values.max()))))
         nodes = variance_nodes(activation, values) if len(values) > 100 else None
         if nodes is None:
-            parts = [_quadrature_moments(activation, part) for part in values.to(CPU).split(1024)]
+            parts = [single_integrals(activation, part) for part in values.to(CPU).split(1024)]
             table = Moments(*(torch.cat(t) for t in zip(*parts, strict=True)))
         else:
-            at_nodes, weights = _quadrature_moments(activation, nodes), interpolation(nodes, values)
+            at_nodes, weights = single_integrals(activation, nodes), interpolation(nodes, values)
             # divided by the power of q with which they grow, moments vary less
             grown = zip(at_nodes, (0.5, 1.0, 1.0, 0.0), strict=True)
             table = Moments(*(weights @ (m / nodes**p).to(q.device) * values**p for m, p in grown))
     return Moments(*(m.to(q.device)[inverse] for m in table))
-
-
-def _quadrature_moments(activation: Activation, q: Tensor) -> Moments:
-    scale = torch.sqrt(q)
-    z, w = normal_nodes(activation.kinks, scale.numpy())
-    x = scale[:, None] * z
-    phi, slope = activation.with_slope(x)
-    mean = (w * phi).sum(-1)
-    return Moments(mean, (w * phi**2).sum(-1), (w * (phi - mean[:, None]) ** 2).sum(-1), (w * slope**2).sum(-1))
 
 
 def _closed_moments(activation: Activation, q: Tensor) -> Moments:
@@ -294,8 +275,7 @@ def _leaky_relu(
 @lru_cache(maxsize=256)
 def require_continuous(activation: Activation) -> None:
     """Refuse an activation with a step: its derivative kernel is infinite at correlation 1."""
-    if not activation.built_in:
-        _require_resolved(activation, 1.0)
+    require_resolved(activation)
     z, w = normal_nodes(activation.kinks)
     phi, slope = activation.with_slope(z)
     by_slope, by_parts = float((w * slope).sum()), float((w * z * phi).sum())
@@ -304,15 +284,6 @@ def require_continuous(activation: Activation) -> None:
             f"activation {activation.name!r} has a step (E[phi'] = {by_slope:.4g}, E[z phi] = {by_parts:.4g})"
             ": its derivative kernel is infinite, so there is no chi_1 and no NTK."
         )
-
-
-@lru_cache(maxsize=256)
-def _require_resolved(activation: Activation, q: float) -> None:
-    """Refuse a callable for which the integrals of a pair at correlation 1 are not the moments of one input."""
-    variance = torch.tensor([q], dtype=torch.float64, device=CPU)
-    one = _quadrature_moments(activation, variance)
-    of_pair = map(float, pair_integrals(activation, variance, variance, 0.0))
-    require_close(activation, q, tuple(of_pair), (float(one.variance), float(one.slope)))
 
 
 @lru_cache(maxsize=256)

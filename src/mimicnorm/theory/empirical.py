@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, jacrev, vjp, vmap
+from torch.func import functional_call, jacrev, vmap
 
 from mimicnorm.arguments import positive_int
 from mimicnorm.errors import TheoryError
 from mimicnorm.surgery import isolate
 
 from .arguments import running
-
-Jacobian = Callable[[slice, dict[str, Tensor]], Tensor]  # (samples, parameters) -> (samples, outputs, parameters)
 
 
 def empirical_ntk(
@@ -28,8 +24,8 @@ def empirical_ntk(
 ) -> Tensor:
     """Compute the NTK of any model at its present parameters.
 
-    The Jacobian is never in memory as a whole: parameters are taken in groups and samples in blocks, so that two blocks
-    of it fit `memory_bytes`; the kernel is the sum of their products.
+    The Jacobian is never in memory as a whole. Samples are taken in blocks: two of them fit `memory_bytes`, or have one
+    sample each.
 
     Args:
         model: any module that maps a batch to one tensor; its mode, buffers and gradients stay as they are.
@@ -58,93 +54,56 @@ def empirical_ntk(
     memory_bytes = positive_int(memory_bytes, "memory_bytes", error=TheoryError)
     if not any(p.requires_grad for p in model.parameters()):
         raise TheoryError("the model has no trainable parameter, so its tangent kernel is zero.")
-    _require_function(model, mode)
+    if mode == "per_sample":
+        _require_independent_samples(model)
     sides = (x,) if x2 is None else (x, x2)
     return isolate.run(model, lambda *sides: _kernel(model, sides, mode, outputs == "full", memory_bytes), sides)
 
 
 def _kernel(model: nn.Module, sides: tuple[Tensor, ...], mode: str, full: bool, memory_bytes: int) -> Tensor:
-    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
-    jacobians = [(_per_sample if mode == "per_sample" else _batch)(model, parameters, side) for side in sides]
-    left, right = jacobians[0], jacobians[-1]
-    m, m2, same = len(sides[0]), len(sides[-1]), len(sides) == 1
+    left, right = sides[0], sides[-1]
+    m, m2, same = len(left), len(right), len(sides) == 1
     widths = [_output_count(model, side if mode == "batch" else side[:64]) for side in sides]
     if len(set(widths)) > 1:
         raise TheoryError(
             f"the model has {widths[0]} outputs on x and {widths[1]} on x2: a kernel needs as many on both."
         )
     width = widths[0]
-    shape = (m, width, m2, width) if full else (m, 1, m2, 1)
-    kernel = torch.zeros(shape, dtype=torch.float64, device=sides[0].device)
-    for group in _groups(parameters, memory_bytes // 2, max(m, m2) * width):
-        size = sum(p.numel() * p.element_size() for p in group.values())
-        block = max(1, memory_bytes // (2 * width * size))
-        for i in range(0, m, block):
-            rows = slice(i, i + block)
-            j_left = left(rows, group)
-            for k in range(i if same else 0, m2, block):
-                columns = slice(k, k + block)
-                j_right = j_left if same and k == i else right(columns, group)
-                if full:
-                    part = torch.einsum("icp,jdp->icjd", j_left, j_right)
-                else:  # the trace over outputs is one product of the flattened rows
-                    part = (j_left.flatten(1) @ j_right.flatten(1).T / width)[:, None, :, None]
-                kernel[rows, :, columns] += part
-                if same and k != i:
-                    kernel[columns, :, rows] += part.permute(2, 3, 0, 1)
+    kernel = torch.zeros((m, width, m2, width) if full else (m, 1, m2, 1), dtype=torch.float64, device=left.device)
+    size = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    block = max(1, memory_bytes // (2 * width * size))
+    for i in range(0, m, block):
+        rows = slice(i, i + block)
+        j_left = _jacobian(model, left, rows, mode)
+        for k in range(i if same else 0, m2, block):
+            columns = slice(k, k + block)
+            j_right = j_left if same and k == i else _jacobian(model, right, columns, mode)
+            if full:
+                part = torch.einsum("icp,jdp->icjd", j_left, j_right)
+            else:  # the trace over outputs is one product of the flattened rows
+                part = (j_left.flatten(1) @ j_right.flatten(1).T / width)[:, None, :, None]
+            kernel[rows, :, columns] = part
+            if same:
+                kernel[columns, :, rows] = part.permute(2, 3, 0, 1)
     return kernel if full else kernel[:, 0, :, 0]
 
 
-def _groups(parameters: dict[str, Tensor], budget: int, rows: int) -> list[dict[str, Tensor]]:
-    """Pack parameters so that `rows` rows of each group's Jacobian fit the budget, where one alone can."""
-    groups: list[dict[str, Tensor]] = [{}]
-    used = 0
-    for name, p in parameters.items():
-        size = p.numel() * p.element_size() * rows
-        if groups[-1] and used + size > budget:
-            groups.append({})
-            used = 0
-        groups[-1][name] = p
-        used += size
-    return groups
-
-
-def _flat(jacobian: dict[str, Tensor], lead: int) -> Tensor:
-    parts = [j.detach().flatten(lead) for j in jacobian.values()]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, lead)  # a single large parameter is not copied
-
-
-def _per_sample(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobian:
-    def one(group: dict[str, Tensor], sample: Tensor) -> Tensor:
-        return _outputs(model, {**parameters, **group}, sample.unsqueeze(0)).reshape(-1)
-
-    def jacobian(samples: slice, group: dict[str, Tensor]) -> Tensor:
+def _jacobian(model: nn.Module, x: Tensor, samples: slice, mode: str) -> Tensor:
+    """Return the derivatives of some samples' outputs by the trainable parameters, (samples, outputs, parameters)."""
+    parameters = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    if mode == "batch":
+        jacobian = jacrev(lambda chosen: _outputs(model, chosen, x)[samples])(parameters)
+    else:
+        one = jacrev(lambda chosen, sample: _outputs(model, chosen, sample.unsqueeze(0))[0])
         try:
-            return _flat(vmap(jacrev(one), (None, 0), randomness="different")(group, x[samples]), 2)
+            jacobian = vmap(one, (None, 0), randomness="different")(parameters, x[samples])
         except (RuntimeError, ValueError, TypeError) as error:  # such as an LSTM, or a branch on values
             reason = str(error).strip().split("\n")[0].rstrip(".")
             raise TheoryError(
                 f"torch.func.vmap cannot run the model sample by sample ({reason}). Use mode='batch': the kernel is "
                 "the same where no sample depends on another."
             ) from error
-
-    return jacobian
-
-
-def _batch(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Jacobian:
-    def jacobian(samples: slice, group: dict[str, Tensor]) -> Tensor:
-        def whole(chosen: dict[str, Tensor]) -> Tensor:
-            return _outputs(model, {**parameters, **chosen}, x)
-
-        out, pull, *_ = vjp(whole, group)
-        count, width = out.shape
-        unit = torch.eye(count * width, dtype=out.dtype, device=out.device).reshape(count, width, count, width)
-        directions = unit[samples].reshape(-1, count, width)
-        (rows,) = vmap(pull)(directions)
-        flat = _flat(rows, 1)
-        return flat.reshape(-1, width, flat.shape[1])
-
-    return jacobian
+    return torch.cat([j.detach().flatten(2) for j in jacobian.values()], 2)
 
 
 def _outputs(model: nn.Module, parameters: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -177,14 +136,12 @@ def _output_count(model: nn.Module, x: Tensor) -> int:
     return out.shape[1]
 
 
-def _require_function(model: nn.Module, mode: str) -> None:
-    """Refuse noise, and per sample also layers whose samples depend on each other."""
+def _require_independent_samples(model: nn.Module) -> None:
+    """Refuse layers whose samples depend on each other."""
     for name, module in model.named_modules():
         by_batch = isinstance(module, nn.modules.batchnorm._BatchNorm)
-        if by_batch and mode == "per_sample" and (module.training or module.running_mean is None):
+        if by_batch and (module.training or module.running_mean is None):
             raise TheoryError(
                 f"{name or 'the model'} is a BatchNorm in train mode: its samples depend on each other. "
                 "Use mode='batch', or model.eval() for the running statistics."
             )
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
-            raise TheoryError(f"{name} is a dropout in train mode: call model.eval() for a kernel without noise.")

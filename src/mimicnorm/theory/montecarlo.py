@@ -58,9 +58,9 @@ def _normal(seed: int, *shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape, dtype=torch.float64, generator=rng) for shape in shapes]
 
 
-def correlated_pair(n: int, rho: float, seed: int, batch: int | None = None) -> tuple[Tensor, Tensor]:
-    """Draw u, v of n independent standard normal pairs with correlation rho (the paper's Omega_n(rho))."""
-    u, z = _normal(seed, *[(n,) if batch is None else (batch, n)] * 2)
+def correlated_pair(shape: tuple[int, ...], rho: float, seed: int) -> tuple[Tensor, Tensor]:
+    """Draw u, v of independent standard normal pairs with correlation rho (the paper's Omega_n(rho))."""
+    u, z = _normal(seed, shape, shape)
     return u, rho * u + math.sqrt(1 - float(check_correlation(rho)) ** 2) * z
 
 
@@ -75,7 +75,7 @@ def dual_activation(activation: Any = "relu", rho: float = 0.5, *, count: int = 
     phi = resolve(activation)
 
     def draw(s: int) -> float:
-        u, v = correlated_pair(10_000, rho, s)
+        u, v = correlated_pair((10_000,), rho, s)
         return float((phi(u) * phi(v)).mean())
 
     return _estimate(f"dual {phi.name} at {rho:g}", draw, float(dual(phi, rho)), count, seed)
@@ -92,7 +92,7 @@ def lemma1(n: int = 64, rho: float = 0.5, *, count: int = 400, seed: int = 0) ->
     def draw(s: int) -> float:
         (w,) = _normal(s, (n_out, n))
         w = w - w.mean(1, keepdim=True)
-        u, v = correlated_pair(n, rho, s + 10**6, batch=64)
+        u, v = correlated_pair((64, n), rho, s + 10**6)
         return float(((phi(u) @ w.T) * (phi(v) @ w.T)).sum(1).mean()) / (n_out * (n - 1))
 
     predicted = float(dual(phi, rho) - dual(phi, 0.0))
@@ -133,7 +133,7 @@ def theorem2(n: int = 64, rho: float = 0.5, *, count: int = 40, seed: int = 0) -
 
     def draw(s: int) -> float:
         (w,) = _normal(s, (32, n))
-        h = transition.activation(torch.cat(correlated_pair(n, rho, s + 10**6, batch=batch))) @ w.T
+        h = transition.activation(torch.cat(correlated_pair((batch, n), rho, s + 10**6))) @ w.T
         a, b = ((h - h.mean(0)) / h.std(0)).split(batch)
         return float((a * b).mean())
 

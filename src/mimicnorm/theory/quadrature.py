@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -70,6 +70,24 @@ def _panels(ends: np.ndarray, count: int) -> Nodes:
 @lru_cache(maxsize=8)
 def _legendre(count: int) -> tuple[np.ndarray, np.ndarray]:
     return np.polynomial.legendre.leggauss(count)
+
+
+class Moments(NamedTuple):
+    """E[phi], E[phi^2], Var[phi] and E[phi'^2] of phi(sqrt(q) z), one per variance q."""
+
+    mean: Tensor
+    second: Tensor
+    variance: Tensor
+    slope: Tensor
+
+
+def single_integrals(activation: Activation, q: Tensor) -> Moments:
+    """Return the moments of phi at each variance in q."""
+    scale = torch.sqrt(q)
+    z, w = normal_nodes(activation.kinks, scale.numpy())
+    phi, slope = activation.with_slope(scale[:, None] * z)
+    mean = (w * phi).sum(-1)
+    return Moments(mean, (w * phi**2).sum(-1), (w * (phi - mean[:, None]) ** 2).sum(-1), (w * slope**2).sum(-1))
 
 
 def pair_integrals(activation: Activation, q1: Tensor, q2: Tensor, angle: float) -> tuple[Tensor, Tensor]:

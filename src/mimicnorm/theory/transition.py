@@ -131,13 +131,8 @@ class Transition:
     @cached_property
     def q_star(self) -> float:
         """The variance that depth leads to from 1; 0 when it dies out, infinity when it has no bound."""
-        if self.sigma_w2 == "stable" or self.kind == "batch_norm":
+        if abs(self.variance_map(1.0) - 1) < 1e-12:
             return 1.0
-        if leaky_slope(self.activation) is not None:
-            growth = self.variance_map(1.0) - self.sigma_b2
-            if abs(growth - 1) < 1e-12:
-                return 1.0 if self.sigma_b2 == 0 else math.inf
-            return math.inf if growth > 1 else self.sigma_b2 / (1 - growth)
         q, factor = 1.0, 2.0 if self.variance_map(1.0) > 1 else 0.5
         while (self.variance_map(q * factor) > q * factor) == (factor > 1):
             q *= factor
@@ -146,41 +141,38 @@ class Transition:
         return _crossing(self.variance_map, q, q * factor)
 
     @cached_property
-    def _reference(self) -> tuple[float, float, float]:
-        """The variance at which correlations are mapped, the bias there, and the variance after the layer."""
-        if 0 < self.q_star < math.inf:
-            bias = 0.0 if self.kind == "batch_norm" else self.sigma_b2
-            return self.q_star, bias, self.variance_map(self.q_star)
-        if leaky_slope(self.activation) is None and self.q_star == math.inf:
+    def _map_variance(self) -> float:
+        """The variance at which correlations are mapped: q*, or any for an activation whose map is the same at all."""
+        if leaky_slope(self.activation) is None and not 0 < self.q_star < math.inf:
+            what, other = ("dies out", "larger") if self.q_star == 0 else ("grows without bound", "smaller")
             raise TheoryError(
-                f"the variance of this {self.activation.name} network grows without bound, so its correlations "
-                "have no limiting map; use a smaller sigma_w2 or sigma_w2='stable'."
+                f"the variance of this {self.activation.name} network {what} with depth, so its correlations have no "
+                f"limiting map; use a {other} sigma_w2 or sigma_w2='stable'."
             )
-        # homogeneous: any variance gives the same map, bias negligible; dying out: the map of small variances
-        q = 1.0 if leaky_slope(self.activation) is not None else 1e-8
-        return q, 0.0, self.effective_w2 * float(self.layer_power(_scalar(q))[0])
+        return min(max(self.q_star, 1e-100), 1e100)
 
     def __call__(self, rho: Tensor | float) -> Tensor:
         """Return the correlation after one layer."""
         rho = check_correlation(rho)
-        q, bias, after = self._reference
+        q = self._map_variance
         value, _ = pair_moments(self.activation, q, q, rho, centred=self.centred)
-        mapped = (self.effective_w2 * value + bias) / after
+        bias = 0.0 if self.kind == "batch_norm" else self.sigma_b2
+        mapped = (self.effective_w2 * value + bias) / self.variance_map(q)
         # exactly 1 at 1: under a chaotic map the rounding error would grow by chi1 per layer
         return torch.where(rho == 1, 1.0, mapped.clamp(-1.0, 1.0))
 
     def derivative(self, rho: Tensor | float) -> Tensor:
         """Return dT/drho, in closed form where there is one: autograd of sqrt(1 - rho^2) is NaN at +-1."""
         require_continuous(self.activation)
-        q, _, after = self._reference
+        q = self._map_variance
         _, slope = pair_moments(self.activation, q, q, check_correlation(rho))
-        return self.effective_w2 * q * slope / after
+        return self.effective_w2 * q * slope / self.variance_map(q)
 
     @cached_property
     def chi1(self) -> float:
         """sigma_w2 E[phi'(sqrt(q*) z)^2]: the gradients' growth, and T'(1) when 0 < q* < inf."""
         require_continuous(self.activation)
-        q = 1e-200 if self.q_star == 0 else self._reference[0]  # a dying variance sees phi'(0) alone
+        q = self._map_variance if self.q_star > 0 else 1e-200  # a dying variance sees phi'(0) alone
         return self.effective_w2 * float(self.layer_power(_scalar(q))[1])
 
     @cached_property
@@ -195,13 +187,6 @@ class Transition:
     @cached_property
     def fixed_points(self) -> tuple[FixedPoint, ...]:
         """All correlations with T(rho) = rho, in ascending order, with their stability."""
-        below, above = self.activation.derivative(_scalar([-1e-150, 1e-150]))
-        if self.q_star == 0 and bool(below == above):
-            raise TheoryError(
-                f"the variance of this {self.activation.name} network dies out with depth, where "
-                f"{self.activation.name} is linear and keeps every correlation: there are no fixed points. Use a "
-                "larger sigma_w2, or a bias."
-            )
         # even in theta, which spreads the points close to +-1 where roots crowd
         grid = torch.cos(torch.linspace(math.pi, 0, 2001, dtype=torch.float64))
         grid[0], grid[1000], grid[-1] = -1.0, 0.0, 1.0
@@ -217,8 +202,7 @@ class Transition:
         return tuple(self._classify(rho) for rho in sorted(roots))
 
     def _classify(self, rho: float) -> FixedPoint:
-        bounded = 0 < self.q_star < math.inf
-        slope = self.chi1 if rho == 1 and bounded else float(self.derivative(rho))  # as `phase` sees it
+        slope = float(self.derivative(rho))
         if abs(slope - 1) < 1e-9:
             return FixedPoint(rho, slope, "marginal")
         return FixedPoint(rho, slope, "stable" if abs(slope) < 1 else "unstable")
@@ -229,12 +213,9 @@ class Transition:
         attracting = [p for p in self.fixed_points if p.stability == "stable"]
         # with none strictly stable the approach is algebraic (critical ReLU: 1 - rho ~ 9 pi^2 / (2 depth^2))
         slope = attracting[-1].slope if attracting else 1.0
-        q, step = self._reference[0], 1e-5
-        if self.kind == "batch_norm":
-            variance_slope = 0.0
-        else:
-            ends = self.variance_map(q * (1 + step)), self.variance_map(q * (1 - step))
-            variance_slope = (ends[0] - ends[1]) / (2 * q * step)
+        q, step = self._map_variance, 1e-5
+        ends = self.variance_map(q * (1 + step)), self.variance_map(q * (1 - step))
+        variance_slope = (ends[0] - ends[1]) / (2 * q * step)
         return DepthScales(
             correlation=_scale(slope),
             gradient=_scale(self.chi1),
@@ -256,7 +237,7 @@ class Transition:
         return torch.stack(path)
 
 
-def _scalar(q: float | list[float]) -> Tensor:
+def _scalar(q: float) -> Tensor:
     return torch.tensor(q, dtype=torch.float64)
 
 
