@@ -29,10 +29,8 @@ def test_fifty_centred_layers_are_right_to_ten_digits(name, bias, inputs):
 
 @pytest.mark.parametrize("size", [300.0, 1e5, 1e8])
 def test_inputs_of_any_size_pass_through_gelu(size, inputs):
-    # far out GELU is ReLU, whose kernels are homogeneous; E[gelu gelu] differs by O(1 / sqrt(q))
     t = Transition("weight_mean", "gelu", 2.2)
-    got, relu = kernels(inputs * size, 10, t), kernels(inputs * size, 10, Transition("weight_mean", "relu", 2.2))
-    assert torch.allclose(got.ntk, relu.ntk, rtol=1e3 / size)
+    got = kernels(inputs * size, 10, t)
     with mpmath.workdps(60):
         state = exact.start(inputs[0] * size, inputs[5] * size)
         for _ in range(9):
@@ -52,16 +50,6 @@ def test_the_fan_in_may_be_given(inputs):
     narrow = kernels(inputs, np.int64(3), Transition("weight_mean", "relu", 3.0, 0.1, fan_in=16))
     wide = kernels(inputs, 3, Transition("weight_mean", "relu", 3.0 * 15 / 16, 0.1))
     assert torch.allclose(narrow.ntk, wide.ntk, rtol=1e-14)
-
-
-def test_blocks_of_rows_do_not_show(monkeypatch):
-    x = gaussian(300, 7)
-    monkeypatch.setattr(importlib.import_module("mimicnorm.theory.kernels"), "BLOCK", 1000)
-    t = Transition("weight_mean", "gelu", 1.8, 0.1)
-    some = [0, 140, 299]
-    few, many = kernels(x[some], 4, t), kernels(x, 4, t)
-    assert torch.allclose(many.ntk[some][:, some], few.ntk, rtol=1e-12)
-    assert torch.equal(many.ntk, many.ntk.T)
 
 
 @pytest.mark.parametrize("kind", ["straight", "weight_mean", "batch_norm"])
@@ -122,13 +110,16 @@ def test_condition_numbers_of_the_three_phases():
     assert condition_number(deep.ntk) > 1.1 * condition_number(shallow.ntk)
 
 
-@pytest.mark.parametrize("activation", ["relu", "tanh"])
-def test_threads_share_the_pairs_and_change_nothing(activation, monkeypatch):
-    monkeypatch.setattr(importlib.import_module("mimicnorm.theory.kernels"), "THREAD_BLOCK", 1000)
-    x, t, results = gaussian(100, 20), Transition("weight_mean", activation, sigma_b2=0.1), []
+@pytest.mark.parametrize("activation", ["gelu", "tanh"])
+def test_blocks_and_threads_change_nothing(activation, monkeypatch):
+    x, t = gaussian(100, 20), Transition("weight_mean", activation, sigma_b2=0.1)
+    whole = kernels(x, 3, t)
+    for size in ("BLOCK", "THREAD_BLOCK"):
+        monkeypatch.setattr(importlib.import_module("mimicnorm.theory.kernels"), size, 1000)
     for threads in (1, 3):
         torch.set_num_threads(threads)
-        results.append(kernels(x, 3, t))
+        parts = kernels(x, 3, t)
         assert torch.get_num_threads() == threads
-    torch.testing.assert_close(results[1].nngp, results[0].nngp, rtol=1e-13, atol=1e-14)
-    torch.testing.assert_close(results[1].ntk, results[0].ntk, rtol=1e-13, atol=1e-14)
+        assert torch.equal(parts.ntk, parts.ntk.T)
+        torch.testing.assert_close(parts.nngp, whole.nngp, rtol=1e-13, atol=1e-14)
+        torch.testing.assert_close(parts.ntk, whole.ntk, rtol=1e-13, atol=1e-14)

@@ -39,7 +39,7 @@ def test_weight_variance_is_exact_in_the_fan_in():
     assert Transition("straight", sigma_w2=3.0, fan_in=16).effective_w2 == 3.0
 
 
-@pytest.mark.parametrize("activation", ["relu", "leaky_relu", "gelu", "silu", "tanh", "erf", "elu"])
+@pytest.mark.parametrize("activation", ["relu", "gelu", "erf", "silu"])
 def test_one_is_always_fixed_and_unstable_after_centring(activation):
     t = Transition("weight_mean", activation)
     assert float(t(1.0)) == 1.0

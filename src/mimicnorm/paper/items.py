@@ -74,7 +74,7 @@ class Item:
 _ITEMS = (
     Item(
         "table1",
-        memory.with_memory("cifar100", TABLE1, tables.accuracies),
+        memory.with_memory("cifar100", TABLE1),
         claims.table1,
         claims.memory(TABLE1),
         (tables.table1,),
@@ -82,7 +82,7 @@ _ITEMS = (
     Item("table2", tables.by_rate, claims.rates, stages=(tables.table2,)),
     Item(
         "table3",
-        memory.with_memory("imagenet", TABLE3, tables.accuracies),
+        memory.with_memory("imagenet", TABLE3),
         claims.table3,
         claims.memory(TABLE3),
         (tables.table3,),

@@ -92,7 +92,7 @@ def finals(runs: Runs, fields: Callable[[Mapping[str, Any]], dict[str, Any]], *a
     return list(rows.values())
 
 
-def accuracies(runs: Runs, _setting: Setting | None = None) -> list[dict[str, Any]]:
+def accuracies(runs: Runs) -> list[dict[str, Any]]:
     """Return a row per network and method: final accuracies, divergences."""
     return finals(runs, lambda recipe: {"network": recipe["model"], "method": recipe["method"]})
 

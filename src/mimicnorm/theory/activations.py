@@ -224,11 +224,11 @@ def require_resolved(activation: Activation, q: float = 1.0) -> None:
     if activation.built_in:
         return
     variance = torch.tensor([q], dtype=torch.float64, device=CPU)
-    one = single_integrals(activation, variance)
-    pairs = list(zip(map(float, pair_integrals(activation, variance, variance, 0.0)), map(float, one[2:]), strict=True))
-    size = max(abs(moment) for _, moment in pairs)
-    if not all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9 * size) for a, b in pairs):
-        worst = max(pairs, key=lambda pair: abs(pair[0] - pair[1]))
+    of_pair, of_one = pair_integrals(activation, variance, variance, 0.0), single_integrals(activation, variance)
+    both = [(float(of_pair[0]), float(of_one.variance)), (float(of_pair[1]), float(of_one.slope))]
+    size = max(abs(moment) for _, moment in both)
+    if not all(math.isclose(a, b, rel_tol=1e-9, abs_tol=1e-9 * size) for a, b in both):
+        worst = max(both, key=lambda moments: abs(moments[0] - moments[1]))
         raise TheoryError(
             f"the moments of activation {activation.name!r} at variances up to {q:g} do not settle: two quadratures "
             f"give {worst[0]:.10g} and {worst[1]:.10g}. If it has kinks off 0, pass resolve(function, kinks=[...]); "
@@ -248,8 +248,7 @@ class ActivationStats:
         variance: second_moment - mean^2.
         sd: square root of the variance.
         rms: square root of the second moment.
-        chi1: g^2 E[phi'(z)^2], the slope of the correlation map at 1 (paper: 1 / (1 - 1/pi) for ReLU); NaN for a
-            callable whose slope is too steep for the quadrature.
+        chi1: g^2 E[phi'(z)^2], the slope of the correlation map at 1 (paper: 1 / (1 - 1/pi) for ReLU).
         tbar_slope_at_zero: g^2 E[phi'(z)]^2, its slope at 0: the factor per layer of a small correlation.
         variance_slope: dV/dq at q = 1 of V(q) = g^2 Var(phi(sqrt(q) z)); above 1 the variance drifts.
     """
