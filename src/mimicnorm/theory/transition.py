@@ -202,7 +202,8 @@ class Transition:
         return tuple(self._classify(rho) for rho in sorted(roots))
 
     def _classify(self, rho: float) -> FixedPoint:
-        slope = float(self.derivative(rho))
+        bounded = 0 < self.q_star < math.inf
+        slope = self.chi1 if rho == 1 and bounded else float(self.derivative(rho))  # as `phase` sees it
         if abs(slope - 1) < 1e-9:
             return FixedPoint(rho, slope, "marginal")
         return FixedPoint(rho, slope, "stable" if abs(slope) < 1 else "unstable")
