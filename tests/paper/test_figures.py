@@ -1,7 +1,6 @@
 import pytest
 
 from mimicnorm.paper import figures
-from mimicnorm.paper.figures import _apart
 
 CURVES = [{"network": n, "method": m, "top1": [1.0, 2.0, 3.0]} for n in ("a", "b") for m in ("nonorm", "fixup")]
 VARIANCE = [
@@ -14,8 +13,3 @@ VARIANCE = [
 def test_a_picture_is_written(draw, rows, tmp_path):
     draw(rows, tmp_path / "figure.png", None)
     assert (tmp_path / "figure.png").stat().st_size > 5000
-
-
-def test_labels_do_not_overlap():
-    heights = [height for height, _ in _apart([(3.0, 1, "a"), (3.0, 1, "b"), (10.0, 1, "c")], (0, 20))]
-    assert heights == [3.0, 4.0, 10.0]

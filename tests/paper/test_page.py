@@ -1,4 +1,3 @@
-import pytest
 from made_runs import run
 
 from mimicnorm.paper import page
@@ -27,6 +26,9 @@ def test_both_numbers_and_what_diverged():
     assert lines("table1", rows)[0][:4] == ("vgg16", "no norm", "68.97 ± 0.36 (unstable)", "31.00, 1 of 2 diverged")
     made = page.section({**DATA, "item": "table1", "rows": rows, "runs": {"a": "k"}, "missing": ["b"], "seconds": 7200})
     assert made.state == "desk scale, 1 of 2 runs, 2.0 hours of training; 3 epochs"
+    assert page.section({**DATA, "item": "table2", "rows": [], "costs": {"vgg16 lr 0.1": 90.0}}).costs == {
+        "vgg16 lr 0.1": "1.5"
+    }
 
 
 def test_memory_is_relative_to_batch_norm():
@@ -50,27 +52,12 @@ def test_curves_and_rates():
     assert "46.9 / 40.0" in rates
 
 
-@pytest.fixture
-def results(tmp_path):
+def test_both_pages_show_the_verdicts_and_html_escapes_them(tmp_path):
     verdict = {"claim": "<b>a claim</b>", "verdict": "does not hold here", "evidence": "not at 0.1: 3"}
     data = {**DATA, "item": "table2", "rows": by_rate({"a": run("vgg16", "mimicnorm", [0.4])}), "verdicts": [verdict]}
     (tmp_path / "paper").mkdir()
     write_json(tmp_path / "paper" / "table2-desk.json", data)
-    return tmp_path
-
-
-def test_markdown(results):
-    text = page.markdown(results)
-    assert "## table2: t" in text
-    assert "| <b>a claim</b> | **does not hold here** | not at 0.1: 3 |" in text
-
-
-def test_the_cost_of_every_run_is_listed():
-    made = page.section({**DATA, "item": "table2", "rows": [], "costs": {"vgg16 lr 0.1": 90.0}})
-    assert made.costs == {"vgg16 lr 0.1": "1.5"}
-
-
-def test_html_escapes_what_files_say(results):
-    text = page.html(results)
-    assert "&lt;b&gt;a claim&lt;/b&gt;" in text
-    assert '<td class="does">does not hold here</td>' in text
+    assert "## table2: t" in page.markdown(tmp_path)
+    assert "| <b>a claim</b> | **does not hold here** | not at 0.1: 3 |" in page.markdown(tmp_path)
+    assert "&lt;b&gt;a claim&lt;/b&gt;" in page.html(tmp_path)
+    assert '<td class="does">does not hold here</td>' in page.html(tmp_path)

@@ -14,13 +14,10 @@ def _searched(best):
     }
 
 
-def test_rates_are_chosen_on_images_held_out():
+def test_each_method_is_trained_at_its_own_best_rate():
     recipes = parity.search(DESK, {})
     assert len(recipes) == len(parity.SEEDS) * len(parity.RATES)
     assert all(r.validation == 0.1 and r.epochs == 10 for r in recipes.values())
-
-
-def test_each_method_is_trained_at_its_own_best_rate():
     finals = parity.finals(DESK, _searched({"batchnorm": 0.2, "mimicnorm": 0.05}))
     rates = {(r.method, r.lr) for r in finals.values()}
     assert rates == {("batchnorm", 0.2), ("mimicnorm", 0.05)}
@@ -36,16 +33,12 @@ def test_one_rate_beyond_an_end_that_is_best_is_tried():
     assert len(parity.wider(DESK, {**runs, "beyond": beyond})) == 1  # the same stage again asks for the same run
 
 
-def test_nothing_is_trained_before_the_search_is_over():
-    runs = _searched({"batchnorm": 0.2})
-    runs.popitem()
-    assert parity.finals(DESK, runs) == {}
-
-
-def test_a_rate_that_diverges_is_not_the_best():
+def test_the_search_must_be_over_and_a_rate_that_diverges_is_not_the_best():
     runs = _searched({"batchnorm": 0.2})
     runs["batchnorm 0.2"]["status"] = "diverged"
     assert parity.best_rates(runs)["cifar100", "batchnorm"] != 0.2
+    runs.popitem()
+    assert parity.finals(DESK, runs) == {}
 
 
 def test_rows_leave_the_search_out():

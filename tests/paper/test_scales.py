@@ -5,10 +5,8 @@ import io
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
-from mimicnorm.data import Memory
 from mimicnorm.paper import SCALES
 from mimicnorm.paper.published import TABLE1
 from mimicnorm.training import train
@@ -16,16 +14,10 @@ from mimicnorm.training import train
 TRIAL = dataclasses.replace(SCALES["paper"], changes={"batch": 4}, max_steps=2)
 
 
-def cifar(count):
-    images = torch.randint(0, 256, (count, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    numbers = (0.5, 0.5, 0.5), (0.2, 0.2, 0.2)
-    return Memory("cifar100", 100, (3, 32, 32), "cifar", "standard", *numbers, images, torch.arange(count), 4, True)
-
-
 @pytest.mark.parametrize("network", TABLE1)
-def test_every_network_of_table1_takes_two_steps(network, tmp_path):
+def test_every_network_of_table1_takes_two_steps(network, source, tmp_path):
     chosen = TRIAL.recipe("cifar100", network, "mimicnorm")
-    result = train(chosen, tmp_path, sources=(cifar(8), cifar(4)), progress=False)
+    result = train(chosen, tmp_path, sources=(source, source), progress=False)
     assert (result.status, result.step) == ("done", 2)
 
 

@@ -12,9 +12,15 @@ from mimicnorm.paper.verdicts import (
     at_least,
     below_all,
     every,
+    of,
 )
 
-CLOSE = [70.0, 70.2, 70.1]
+
+def row(top1, diverged=0):
+    return {"top1": top1, "diverged": diverged}
+
+
+CLOSE = row([70.0, 70.2, 70.1])
 
 
 @pytest.mark.parametrize(
@@ -30,12 +36,12 @@ CLOSE = [70.0, 70.2, 70.1]
     ],
 )
 def test_at_least(ours, diverged, expected):
-    assert at_least("claim", ours, CLOSE, -1.0, diverged).verdict == expected
+    assert at_least("claim", row(ours, diverged), CLOSE, -1.0).verdict == expected
 
 
 @pytest.mark.parametrize(("ours", "expected"), [([69.5], HOLDS), ([68.0], FAILS), ([], UNDECIDED)])
 def test_one_run_each_is_judged_by_its_numbers(ours, expected):
-    assert at_least("claim", ours, [70.0], -1.0, single=True).verdict == expected
+    assert at_least("claim", row(ours), row([70.0]), -1.0, single=True).verdict == expected
 
 
 @pytest.mark.parametrize(
@@ -50,15 +56,15 @@ def test_one_run_each_is_judged_by_its_numbers(ours, expected):
     ],
 )
 def test_below_all(low, diverged, expected):
-    assert below_all("claim", low, (CLOSE, CLOSE), diverged).verdict == expected
+    assert below_all("claim", row(low, diverged), CLOSE, CLOSE).verdict == expected
 
 
 @pytest.mark.parametrize(
     ("cases", "expected"),
     [
-        ({"a": ({"x": 1.0}, ("x",)), "b": ({"x": 2.0}, ("x",))}, Judgement("c", HOLDS, "a: 1; b: 2")),
-        ({"a": ({"x": 1.0}, ("x",)), "b": ({"x": 20_000.0}, ("x",))}, Judgement("c", FAILS, "not at b: 20,000")),
-        ({"a": ({}, ("x",))}, Judgement("c", UNDECIDED, "runs are missing")),
+        ({"a": [1.0], "b": [2.0]}, Judgement("c", HOLDS, "a: 1; b: 2")),
+        ({"a": [1.0], "b": of({"x": 20_000.0}, "x")}, Judgement("c", FAILS, "not at b: 20,000")),
+        ({"a": of({}, "x")}, Judgement("c", UNDECIDED, "runs are missing")),
         ({}, Judgement("c", UNDECIDED, "runs are missing")),
     ],
 )

@@ -33,13 +33,16 @@ def test_curves_have_the_numbers_of_the_json():
     runs = [line for line in axis.lines if line.get_alpha()]
     assert len(runs) == 6
     assert [line.get_xydata().tolist() for line in axis.lines if line.get_marker() == "x"] == 2 * [[[1, 20.0]]]
+    named = {t.get_text(): t.xy for t in axis.texts}
+    assert named["nonorm"] == (1, pytest.approx(20.0))  # a line that ends early is named there
+    assert named["batchnorm"][0] == 3
+    assert "fixup" not in named  # no run, no line
 
 
 @pytest.mark.parametrize(
     ("values", "scale"),
-    [((0.5, 0.5), "linear"), ((0.0, 0.0), "linear"), ((-3.0, 400.0), "linear"), ((0.1, 1.9), "linear"),
-     ((0.05, 2.0), "log"), ((1e-6, 1e6), "log")],
-)  # fmt: skip
+    [((0.0, 0.0), "linear"), ((-3.0, 400.0), "linear"), ((0.1, 1.9), "linear"), ((1e-6, 1e6), "log")],
+)
 def test_scales_and_ticks(values, scale):
     history = [{"epoch": epoch, "loss": value} for epoch, value in enumerate((*values, None, math.inf), 1)]
     method = {"label": "a", "runs": [{"history": history, "status": "done"}]}
@@ -52,16 +55,6 @@ def test_scales_and_ticks(values, scale):
     assert not any("$" in label for label in labels)
 
 
-def test_bars_have_values_names_and_whiskers():
-    items = [Bar(0, "a", 2.0, "2 s"), Bar(1, "b", 3.0, "3 s", 2.5, 3.25)]
-    _, axis = drawn(lambda axis: bars(axis, items))
-    assert [patch.get_width() for patch in axis.patches] == [2.0, 3.0]
-    (whisker,) = axis.containers[1].lines[2]
-    assert whisker.get_segments()[0].tolist() == [[2.5, 1.0], [3.25, 1.0]]
-    assert [t.get_text() for t in axis.texts] == ["a", "2 s", "b", "3 s"]
-    assert axis.get_xlim() == (0, 3.25)  # the longest bar, with its whisker, fills the axis
-
-
 @pytest.mark.parametrize("name", ["a", "mimicnorm+residual=linear", "x" * 60])
 def test_names_and_texts_of_bars_are_inside_the_picture(name):
     figure, axis = drawn(lambda axis: bars(axis, [Bar(0, name, 2.0, "1.132 [0.922, 1.360]", 1.5, 3.0)]), 0.6)
@@ -72,7 +65,7 @@ def test_names_and_texts_of_bars_are_inside_the_picture(name):
     assert shown.get_text() == name or shown.get_text().endswith("…")
 
 
-@pytest.mark.parametrize("ends", [(0.5, 0.5, 0.5), (0.1, 0.9, 0.11), (0.0, 0.001, 0.002)])
+@pytest.mark.parametrize("ends", [(0.5, 0.5, 0.5), (0.1, 0.9, 0.11)])
 def test_lines_are_named_at_their_ends_and_names_do_not_overlap(ends):
     labels = ("batchnorm", "mimicnorm", "mimicnorm+residual=linear")
     histories = [[{"epoch": 1, "top1": 0.0}, {"epoch": 2, "top1": end}] for end in ends]
@@ -88,12 +81,13 @@ def test_lines_are_named_at_their_ends_and_names_do_not_overlap(ends):
     assert [t.get_color() for t in axis.texts] == [line.get_color() for line in axis.lines]
 
 
-def test_a_line_that_ends_early_is_named_where_it_ends():
-    _, axis = drawn(lambda axis: curves(axis, comparison()["methods"], "top1", 100))
-    named = {t.get_text(): t.xy for t in axis.texts}
-    assert named["nonorm"] == (1, pytest.approx(20.0))
-    assert named["batchnorm"][0] == 3
-    assert "fixup" not in named  # no run, no line
+def test_bars_have_values_names_and_whiskers():
+    items = [Bar(0, "a", 2.0, "2 s"), Bar(1, "b", 3.0, "3 s", 2.5, 3.25)]
+    _, axis = drawn(lambda axis: bars(axis, items))
+    assert [patch.get_width() for patch in axis.patches] == [2.0, 3.0]
+    assert axis.containers[1].lines[2][0].get_segments()[0].tolist() == [[2.5, 1.0], [3.25, 1.0]]
+    assert [t.get_text() for t in axis.texts] == ["a", "2 s", "b", "3 s"]
+    assert axis.get_xlim() == (0, 3.25)  # the longest bar, with its whisker, fills the axis
 
 
 def test_texts_are_escaped_and_colours_are_those_of_the_page():

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any
 
+from mimicnorm.paper.figures import NAMES
 from mimicnorm.paper.parity import SEEDS
 from mimicnorm.paper.published import (
     BATCH_NORM_SHARE,
@@ -30,9 +31,11 @@ from mimicnorm.paper.verdicts import (
     at_least,
     below_all,
     every,
+    of,
 )
 
 LIGHTWEIGHT = ("squeezenet", "shufflenetv2", "shufflenetv2_x0_5")
+CENTRED = ("batch_norm", "weight_mean")
 NEVER_RAN: dict[str, Any] = {"top1": [], "diverged": 0}
 
 # -- Tables 1 to 3 -----------------------------------------------------------------------------------------------
@@ -54,17 +57,14 @@ def accuracies(published: Mapping[str, Mapping[str, Cell]], single: bool = False
         for network in published:
             ours, theirs = (cells.get((network, m), NEVER_RAN) for m in ("mimicnorm", "batchnorm"))
             claim = f"{network}: MimicNorm is within {WITHIN_NOISE:g} point of BatchNorm, or ahead"
-            runs = ours["top1"], theirs["top1"]
-            judged.append(at_least(claim, *runs, -WITHIN_NOISE, ours["diverged"], single=single))
+            judged.append(at_least(claim, ours, theirs, -WITHIN_NOISE, single=single))
             for method, name in (("fixup", "Fixup"), ("nonorm", "no norm")):
                 if method in published[network]:
                     other = cells.get((network, method), NEVER_RAN)
-                    claim = f"{network}: {name} is below both"
-                    judged.append(below_all(claim, other["top1"], runs, other["diverged"]))
+                    judged.append(below_all(f"{network}: {name} is below both", other, ours, theirs))
             if network in LIGHTWEIGHT:
-                means = {k: statistics.mean(t) for k, t in zip(("ours", "theirs"), runs, strict=True) if t}
                 claim = f"{network}: a lightweight network trains without BatchNorm (to 0.9 of its accuracy)"
-                judged.append(every(claim, {"%": (means, ("ours", "theirs"))}, lambda a, b: a > 0.9 * b))
+                judged.append(every(claim, {"%": _means("top1", ours, theirs)}, lambda a, b: a > 0.9 * b))
         return judged
 
     return claims
@@ -118,13 +118,13 @@ def memory(published: Mapping[str, Mapping[str, Cell]]) -> Any:
         for network, cells in published.items():
             saving = 1 - cells["mimicnorm"].memory / cells["batchnorm"].memory
             claim = f"{network}: MimicNorm saves {saving:.0%} of the peak memory, or more"
-            case = {"MiB, MimicNorm / BatchNorm": (peaks[network], ("mimicnorm", "batchnorm"))}
+            case = {"MiB, MimicNorm / BatchNorm": of(peaks[network], "mimicnorm", "batchnorm")}
             judged.append(every(claim, case, lambda ours, theirs, s=saving: ours <= (1 - s) * theirs))
-        fixup = {n: (peaks[n], ("fixup", "batchnorm")) for n, cells in published.items() if "fixup" in cells}
+        fixup = {n: of(peaks[n], "fixup", "batchnorm") for n, cells in published.items() if "fixup" in cells}
         judged.append(every("Fixup takes more memory than BatchNorm (MiB)", fixup, lambda a, b: a > b))
         judged.append(_share({n: p for n, p in peaks.items() if {"nonorm", "batchnorm"} <= p.keys()}))
         if published is TABLE1:
-            case = {n: (peaks[n], ("mimicnorm", "nonorm")) for n, cells in published.items() if "nonorm" in cells}
+            case = {n: of(peaks[n], "mimicnorm", "nonorm") for n, cells in published.items() if "nonorm" in cells}
             claim = f"the last BN costs {LAST_NORM_MB} MB at most over no norm (MiB)"
             judged.append(every(claim, case, lambda ours, none: ours - none <= LAST_NORM_MB))
         return judged
@@ -149,17 +149,17 @@ def rates(rows: Rows) -> list[Judgement]:
     return [
         every(
             "from a learning rate of 0.2 on, no norm and weight mean do not train, and MimicNorm does",
-            {lr: (at[lr], ("nonorm", "weight-mean", "mimicnorm")) for lr in large},
+            {lr: of(at[lr], "nonorm", "weight-mean", "mimicnorm") for lr in large},
             lambda none, mean, ours: max(none, mean) < TRAINS <= ours,
         ),
         every(
             "MimicNorm is ahead of BatchNorm in the first ten epochs, at every learning rate",
-            {lr: (row, ("mimicnorm", "batchnorm")) for lr, row in at.items()},
+            {lr: of(row, "mimicnorm", "batchnorm") for lr, row in at.items()},
             lambda ours, theirs: ours > theirs,
         ),
         every(
             "at small learning rates weight mean trains faster than no norm",
-            {lr: (at[lr], ("weight-mean", "nonorm")) for lr in small},
+            {lr: of(at[lr], "weight-mean", "nonorm") for lr in small},
             lambda mean, none: mean > none,
         ),
     ]
@@ -172,30 +172,30 @@ def ablations(rows: Rows) -> list[Judgement]:
         curves = {r["method"]: r["top1"] for r in rows if r["network"] == network}
         final = {method: top1[-1] for method, top1 in curves.items()}
         early = {method: top1[min(1, len(top1) - 1)] for method, top1 in curves.items()}
-        judged += [
-            every(
-                f"{network}: both parts are better than either alone (last epoch, %)",
-                {"MimicNorm / weight mean / last BN": (final, ("mimicnorm", "weight-mean", "last-bn"))},
-                lambda both, mean, last: both > max(mean, last),
-            ),
-            every(
-                f"{network}: weight mean is faster than no norm in the first epochs (second epoch, %)",
-                {"weight mean / no norm": (early, ("weight-mean", "nonorm"))},
-                lambda mean, none: mean > none,
-            ),
-            every(
-                f"{network}: the last BN improves accuracy (last epoch, %)",
-                {"MimicNorm / weight mean": (final, ("mimicnorm", "weight-mean"))},
-                lambda both, mean: both > mean,
-            ),
-        ]
+        claim = f"{network}: both parts are better than either alone (last epoch, %)"
+        judged.append(_ahead(claim, final, "mimicnorm", "weight-mean", "last-bn"))
+        claim = f"{network}: weight mean is faster than no norm in the first epochs (second epoch, %)"
+        judged.append(_ahead(claim, early, "weight-mean", "nonorm"))
+        claim = f"{network}: the last BN improves accuracy (last epoch, %)"
+        judged.append(_ahead(claim, final, "mimicnorm", "weight-mean"))
         if network in ("resnet18", "resnet50"):
             better, worse = ("last-bn", "weight-mean") if network == "resnet18" else ("weight-mean", "last-bn")
             claim = f"{network}: {better} alone is better than {worse} alone (last epoch, %)"
-            judged.append(every(claim, {f"{better} / {worse}": (final, (better, worse))}, lambda a, b: a > b))
+            judged.append(every(claim, {f"{better} / {worse}": of(final, better, worse)}, lambda a, b: a > b))
             claim = f"{network}: MimicNorm is ahead of Fixup (last epoch, %)"
-            judged.append(every(claim, {"MimicNorm / Fixup": (final, ("mimicnorm", "fixup"))}, lambda a, b: a > b))
+            judged.append(_ahead(claim, final, "mimicnorm", "fixup"))
     return judged
+
+
+def _ahead(claim: str, accuracy: Mapping[str, float], first: str, *others: str) -> Judgement:
+    """Judge whether the first method has a higher accuracy than all others."""
+    label = " / ".join(NAMES[method] for method in (first, *others))
+    return every(claim, {label: of(accuracy, first, *others)}, lambda ours, *theirs: ours > max(theirs))
+
+
+def _means(quantity: str, *rows: Mapping[str, Any]) -> list[float | None]:
+    """Return the mean over each row's runs; None for a row without runs."""
+    return [statistics.mean(row[quantity]) if row["top1"] else None for row in rows]
 
 
 def parity(rows: Rows) -> list[Judgement]:
@@ -205,12 +205,10 @@ def parity(rows: Rows) -> list[Judgement]:
     for labels in dict.fromkeys(labels for labels, _ in SEEDS):
         ours, theirs = (cells.get((labels, m), NEVER_RAN) for m in ("mimicnorm", "batchnorm"))
         claim = f"{labels}: MimicNorm is within {WITHIN_NOISE:g} point of BatchNorm, or ahead, each at its best rate"
-        single = SEEDS[labels, "mimicnorm"] == 1
-        judged.append(at_least(claim, ours["top1"], theirs["top1"], -WITHIN_NOISE, ours["diverged"], single=single))
-        errors = {m: r["calibration_error"] for m, r in (("ours", ours), ("theirs", theirs)) if r["top1"]}
-        means = {m: statistics.mean(values) for m, values in errors.items()}
+        judged.append(at_least(claim, ours, theirs, -WITHIN_NOISE, single=SEEDS[labels, "mimicnorm"] == 1))
         claim = f"{labels}: MimicNorm's calibration error is no larger than BatchNorm's"
-        judged.append(every(claim, {"MimicNorm / BatchNorm": (means, ("ours", "theirs"))}, lambda a, b: a <= b))
+        case = {"MimicNorm / BatchNorm": _means("calibration_error", ours, theirs)}
+        judged.append(every(claim, case, lambda a, b: a <= b))
     return judged
 
 
@@ -220,10 +218,10 @@ def depthwise(rows: Rows) -> list[Judgement]:
     theirs, ours, centred = (
         at.get(way, NEVER_RAN) for way in ("batchnorm", "mimicnorm", "mimicnorm, depthwise centred")
     )
-    claim = "ShuffleNet is a little below BatchNorm under MimicNorm"
-    less = below_all(claim, ours["top1"], [theirs["top1"]], ours["diverged"])
-    claim = "... because its depthwise layers are not centred: with them it is better"
-    return [less, at_least(claim, centred["top1"], ours["top1"], 0.0, centred["diverged"])]
+    return [
+        below_all("ShuffleNet is a little below BatchNorm under MimicNorm", ours, theirs),
+        at_least("... because its depthwise layers are not centred: with them it is better", centred, ours, 0.0),
+    ]
 
 
 def integers(rows: Rows) -> list[Judgement]:
@@ -233,10 +231,10 @@ def integers(rows: Rows) -> list[Judgement]:
         at = {r["precision"]: r for r in rows if r["network"] == network}
         ours, theirs = (at.get(precision, NEVER_RAN) for precision in ("int8", "fp32"))
         claim = f"{network}: training in integers alone is possible (within {WITHIN_NOISE:g} point of fp32)"
-        judged.append(at_least(claim, ours["top1"], theirs["top1"], -WITHIN_NOISE, ours["diverged"]))
+        judged.append(at_least(claim, ours, theirs, -WITHIN_NOISE))
         speeds = {precision: r["images_per_second"] for precision, r in at.items()}
         claim = f"{network}: integers have {INTEGER_SPEED} times the throughput (images a second, CPU)"
-        case = {"integers / fp32": (speeds, ("int8", "fp32"))}
+        case = {"integers / fp32": of(speeds, "int8", "fp32")}
         judged.append(every(claim, case, lambda fast, slow: fast >= INTEGER_SPEED * slow))
     return judged
 
@@ -248,26 +246,19 @@ def shift(rows: Rows) -> list[Judgement]:
     """Judge Figure 2: channels drift apart with depth, and inputs become alike within a channel."""
     between, within = ({str(r["layer"]): r[key] for r in rows} for key in ("between", "within"))
     share = {layer: between[layer] ** 2 / (between[layer] ** 2 + within[layer] ** 2) for layer in between}
-    layers = ("20", "50")
     claims = {
         "straight: within a channel, inputs become alike (standard deviation)": (within, lambda a, b: b < a),
         "straight: the variation between channels increases (standard deviation)": (between, lambda a, b: b > a),
         "straight: the share of the variance that is between channels increases": (share, lambda a, b: b > a),
     }
-    return [every(claim, {"layers 20 / 50": (at, layers)}, holds) for claim, (at, holds) in claims.items()]
+    return [every(claim, {"layers 20 / 50": of(at, "20", "50")}, holds) for claim, (at, holds) in claims.items()]
 
 
 def unfrozen(rows: Rows) -> list[Judgement]:
     """Judge Figure 3: every channel follows the same distribution. Under BatchNorm that is so by construction."""
     at = {r["kind"]: r["between"] / r["within"] for r in rows if r["layer"] == 50}
-    return [
-        every(
-            f"layer 50, {name}: every channel follows the same distribution (between / within below 0.5)",
-            {"ratio": (at, (kind,))},
-            lambda ratio: ratio < 0.5,
-        )
-        for kind, name in (("batch_norm", "BatchNorm"), ("weight_mean", "weight mean"))
-    ]
+    claim = "layer 50, {}: every channel follows the same distribution (between / within below 0.5)"
+    return [every(claim.format(NAMES[kind]), {"ratio": of(at, kind)}, lambda ratio: ratio < 0.5) for kind in CENTRED]
 
 
 def operator(rows: Rows) -> list[Judgement]:
@@ -276,14 +267,12 @@ def operator(rows: Rows) -> list[Judgement]:
     chi1 = {r["kind"]: r["chi1"] for r in rows}
     at = {kind: max(points) for kind, points in stable.items() if len(points) == 1}
     return [
-        every("straight: the only stable fixed point is 1", {"rho": (at, ("straight",))}, lambda r: math.isclose(r, 1)),
-        every(
-            "weight mean: the only stable fixed point is 0", {"rho": (at, ("weight_mean",))}, lambda r: abs(r) < 1e-9
-        ),
-        every("straight: chi_1 = 1", {"chi_1": (chi1, ("straight",))}, lambda c: math.isclose(c, 1)),
+        every("straight: the only stable fixed point is 1", {"rho": of(at, "straight")}, lambda r: math.isclose(r, 1)),
+        every("weight mean: the only stable fixed point is 0", {"rho": of(at, "weight_mean")}, lambda r: abs(r) < 1e-9),
+        every("straight: chi_1 = 1", {"chi_1": of(chi1, "straight")}, lambda c: math.isclose(c, 1)),
         every(
             f"weight mean: chi_1 = 1/(1 - 1/pi) = {STABLE_GAIN:.4f}",
-            {"chi_1": (chi1, ("weight_mean",))},
+            {"chi_1": of(chi1, "weight_mean")},
             lambda c: math.isclose(c, STABLE_GAIN, rel_tol=1e-9),
         ),
     ]
@@ -291,17 +280,12 @@ def operator(rows: Rows) -> list[Judgement]:
 
 def correlations(rows: Rows) -> list[Judgement]:
     """Appendix B.1: correlations freeze at 1 in a straight network, and stay around 0 in the others."""
-    last = {r["kind"]: {k: r[k] for k in ("low", "median", "high")} for r in rows if r["layer"] == 30}
-    judged = [
-        every(
-            "straight: correlations of all pairs tend to 1 (5 % quantile at layer 30)",
-            {"straight": (last.get("straight", {}), ("low",))},
-            lambda low: low > 0.9,
-        )
-    ]
-    for kind, name in (("batch_norm", "BatchNorm"), ("weight_mean", "weight mean")):
-        claim = f"{name}: correlations concentrate in ±{CORRELATIONS:g} (5 and 95 % quantiles at layer 30)"
-        case = {kind: (last.get(kind, {}), ("low", "high"))}
+    last = {r["kind"]: r for r in rows if r["layer"] == 30}
+    claim = "straight: correlations of all pairs tend to 1 (5 % quantile at layer 30)"
+    judged = [every(claim, {"straight": of(last.get("straight", {}), "low")}, lambda low: low > 0.9)]
+    for kind in CENTRED:
+        claim = f"{NAMES[kind]}: correlations concentrate in ±{CORRELATIONS:g} (5 and 95 % quantiles at layer 30)"
+        case = {kind: of(last.get(kind, {}), "low", "high")}
         judged.append(every(claim, case, lambda low, high: max(-low, high) <= CORRELATIONS))
     return judged
 
@@ -310,17 +294,21 @@ def residual(rows: Rows) -> list[Judgement]:
     """Judge Figure 5: BatchNorm downscales the l-th branch by 1/l, and the scalar 1/sqrt(l) does the same."""
     judged = []
     for kind, scale, name in (("batch_norm", "none", "BatchNorm"), ("weight_mean", "sqrt", "the scalar 1/sqrt(l)")):
-        cases: dict[str, Any] = {}
-        for row in rows:
-            if (row["kind"], row["scale"]) == (kind, scale):
-                values = {**row, "expected": row["blocks"] + 1}
-                cases[f"{row['blocks']}: measured / expected / standard error"] = (
-                    values,
-                    ("value", "expected", "standard_error"),
-                )
-        claim = f"{name}: the variance after b blocks is b + 1"
-        judged.append(every(claim, cases, lambda value, expected, error: abs(value - expected) <= 4 * error))
+        cases = {
+            f"{row['blocks']}: measured / expected / standard error": [
+                row["value"],
+                row["blocks"] + 1,
+                row["standard_error"],
+            ]
+            for row in rows
+            if (row["kind"], row["scale"]) == (kind, scale)
+        }
+        judged.append(every(f"{name}: the variance after b blocks is b + 1", cases, _within_four_errors))
     return judged
+
+
+def _within_four_errors(value: float, expected: float, error: float) -> bool:
+    return abs(value - expected) <= 4 * error
 
 
 def variance(rows: Rows) -> list[Judgement]:
@@ -350,7 +338,7 @@ def appendix_c(rows: Rows) -> list[Judgement]:
     """Judge Appendix C and a remark of the conclusion; and what this library makes of micro-batches."""
     at = {r["name"]: r["value"] for r in rows}
     folded, apart = (f"peak over BatchNorm, scalars {word}" for word in ("folded", "not folded"))
-    centring = {name: (at, (name,)) for name in at if name.startswith("centring")}
+    centring = {name: [far] for name, far in at.items() if name.startswith("centring")}
     exact = {
         "ours: micro-batches of one give the batch's gradient": "gradient from micro-batches of one, relative error",
         "the last BN can be folded into the loss": "gradient with the last BN in the loss, relative error",
@@ -358,21 +346,15 @@ def appendix_c(rows: Rows) -> list[Judgement]:
     return [
         every(
             f"folding the scalar of a branch into its layer saves {FOLDED_SCALAR:.0%} of the memory, or more",
-            {"peaks over BatchNorm, folded / not": (at, (folded, apart))},
+            {"peaks over BatchNorm, folded / not": of(at, folded, apart)},
             lambda ours, theirs: theirs - ours >= FOLDED_SCALAR,
         ),
         every("centring once is enough, forward or backward: the same steps", centring, lambda far: far < 1e-10),
-        *(every(claim, {"error": (at, (name,))}, lambda far: far < 1e-10) for claim, name in exact.items()),
+        *(every(claim, {"error": of(at, name)}, lambda far: far < 1e-10) for claim, name in exact.items()),
     ]
 
 
 def theorems(rows: Rows) -> list[Judgement]:
     """Each theorem against real networks: within four standard errors."""
-    return [
-        every(
-            r["statement"],
-            {"measured / predicted / standard error": (dict(r), ("value", "predicted", "standard_error"))},
-            lambda value, predicted, error: abs(value - predicted) <= 4 * error,
-        )
-        for r in rows
-    ]
+    label, numbers = "measured / predicted / standard error", ("value", "predicted", "standard_error")
+    return [every(row["statement"], {label: of(row, *numbers)}, _within_four_errors) for row in rows]

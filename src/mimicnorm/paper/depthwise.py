@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from mimicnorm.paper.scales import Runs, Scale, Setting
+from mimicnorm.paper.tables import finals
 from mimicnorm.training.recipes import Recipe
 
 NETWORK = "shufflenetv2"
@@ -25,13 +27,9 @@ def recipes(scale: Scale, _runs: Runs) -> dict[str, Recipe]:
 
 def rows(runs: Runs, _setting: Setting) -> list[dict[str, Any]]:
     """Return a row per way: final accuracies in percent, and how many runs diverged."""
-    made: dict[str, dict[str, Any]] = {}
-    for run in runs.values():
-        method = run["recipe"]["method"]
-        way = f"{method}, depthwise centred" if "min_fan_in=1" in run["recipe"]["settings"] else method
-        row = made.setdefault(way, {"way": way, "top1": [], "diverged": 0})
-        if run["status"] == "done":
-            row["top1"].append(100 * run["history"][-1]["top1"])
-        else:
-            row["diverged"] += 1
-    return list(made.values())
+
+    def way(recipe: Mapping[str, Any]) -> dict[str, str]:
+        centred = ", depthwise centred" if "min_fan_in=1" in recipe["settings"] else ""
+        return {"way": recipe["method"] + centred}
+
+    return finals(runs, way)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from mimicnorm.paper.scales import Rows, Setting
 from mimicnorm.pictures import canvas, save
+from mimicnorm.report.plots import name_ends
 
 NAMES = {
     "batchnorm": "BatchNorm",
@@ -41,23 +41,10 @@ def curves(rows: Rows, path: Path, _setting: Setting) -> None:
         for row in lines:
             epochs = range(1, len(row["top1"]) + 1)
             axis.plot(epochs, row["top1"], "o-", ms=2.5, color=COLOURS[row["method"]])
-        ends = [(row["top1"][-1], len(row["top1"]), row["method"]) for row in lines]
-        for height, (_, epoch, method) in _apart(ends, axis.get_ylim()):
-            place = {"xytext": (epoch + 0.3, height), "va": "center", "fontsize": 8}
-            axis.annotate(NAMES[method], (epoch, height), color=COLOURS[method], **place)
-        longest = max((len(row["top1"]) for row in lines), default=1)
-        axis.set(title=network, xlabel="epoch", xlim=(0.5, longest * 1.35), ylabel="top-1 accuracy, %")
+        axis.set(title=network, xlabel="epoch", ylabel="top-1 accuracy, %")
+        ends = [(len(r["top1"]), r["top1"][-1], NAMES[r["method"]], COLOURS[r["method"]]) for r in lines]
+        name_ends(axis, ends)
     save(figure, path, dpi=120)
-
-
-def _apart(ends: list[tuple[float, int, str]], limits: tuple[float, float]) -> list[tuple[float, Any]]:
-    """Return a height for each label: that of the end of its line, moved up where labels would overlap."""
-    least = (limits[1] - limits[0]) * 0.05
-    placed: list[tuple[float, Any]] = []
-    for end in sorted(ends):
-        below = placed[-1][0] + least if placed else -float("inf")
-        placed.append((max(end[0], below), end))
-    return placed
 
 
 def variance(rows: Rows, path: Path, _setting: Setting) -> None:

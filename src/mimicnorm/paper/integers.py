@@ -6,9 +6,11 @@ Two networks on scikit-learn's digits, each in integers and in fp32 under the sa
 from __future__ import annotations
 
 import statistics
+from collections.abc import Mapping
 from typing import Any
 
 from mimicnorm.paper.scales import Runs, Scale, Setting, authors_settings
+from mimicnorm.paper.tables import finals
 from mimicnorm.training.recipes import RECIPES, Recipe, recipe
 
 NETWORKS = ("resnet10", "vgg11")
@@ -39,17 +41,13 @@ def recipes(scale: Scale, _runs: Runs) -> dict[str, Recipe]:
 
 def rows(runs: Runs, _setting: Setting) -> list[dict[str, Any]]:
     """Return a row per network and precision: final accuracies in percent, divergences, images a second (median)."""
-    made: dict[tuple[str, str], dict[str, Any]] = {}
-    for run in runs.values():
-        network, precision = run["recipe"]["model"], run["recipe"]["precision"]
-        start = {"network": network, "precision": precision, "top1": [], "diverged": 0, "images_per_second": []}
-        row = made.setdefault((network, precision), start)
-        row["images_per_second"] += [line["images_per_second"] for line in run["history"]]
-        if run["status"] == "done":
-            row["top1"].append(100 * run["history"][-1]["top1"])
-        else:
-            row["diverged"] += 1
-    for row in made.values():
-        speeds = row["images_per_second"]
+
+    def fields(recipe: Mapping[str, Any]) -> dict[str, str]:
+        return {"network": recipe["model"], "precision": recipe["precision"]}
+
+    made = finals(runs, fields)
+    for row in made:
+        group = [run for run in runs.values() if fields(run["recipe"]).items() <= row.items()]
+        speeds = [line["images_per_second"] for run in group for line in run["history"]]
         row["images_per_second"] = statistics.median(speeds) if speeds else 0.0
-    return list(made.values())
+    return made

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mimicnorm.paper import appendix_c, claims, depthwise, figures, integers, memory, parity, signals, tables, variance
-from mimicnorm.paper.published import TABLE1, TABLE3
+from mimicnorm.paper.published import TABLE1, TABLE3, TITLES
 from mimicnorm.paper.scales import Rows, Runs, Scale, Setting
 from mimicnorm.paper.tables import Stage
 from mimicnorm.paper.verdicts import NEEDS_GPUS, UNDECIDED, Judgement, at_desk
@@ -22,7 +22,7 @@ class Item:
     """A table or figure of the paper.
 
     Attributes:
-        title: What it shows.
+        name: A key of ``TITLES``.
         rows: From the runs that are finished to the item's rows; an item without stages computes them.
         claims: About training: from rows to judgements.
         facts: About what is computed, not trained: from rows to judgements.
@@ -31,13 +31,18 @@ class Item:
         needs_gpus: Whether its training is out of reach of a CPU at any scale.
     """
 
-    title: str
+    name: str
     rows: Callable[[Runs, Setting], list[dict[str, Any]]]
     claims: Claims | None = None
     facts: Claims | None = None
     stages: tuple[Stage, ...] = ()
     draw: Callable[[Rows, Path, Setting], None] | None = None
     needs_gpus: bool = False
+
+    @property
+    def title(self) -> str:
+        """What it shows."""
+        return TITLES[self.name]
 
     def recipes(self, scale: Scale, runs: Runs) -> dict[str, Recipe]:
         """Return all recipes that are known, given the runs that are finished."""
@@ -66,96 +71,57 @@ class Item:
         return judged if self.facts is None else [*judged, *self.facts(rows)]
 
 
-ITEMS = {
-    "table1": Item(
-        "CIFAR-100, six networks: accuracy and memory",
-        memory.with_memory("cifar100", TABLE1, tables.accuracies),
+_ITEMS = (
+    Item(
+        "table1",
+        memory.with_memory("cifar100", TABLE1),
         claims.table1,
         claims.memory(TABLE1),
         (tables.table1,),
     ),
-    "table2": Item(
-        "VGG16 at seven learning rates: best accuracy in ten epochs",
-        tables.by_rate,
-        claims.rates,
-        stages=(tables.table2,),
-    ),
-    "table3": Item(
-        "ImageNet, five networks: accuracy and memory",
-        memory.with_memory("imagenet", TABLE3, tables.accuracies),
+    Item("table2", tables.by_rate, claims.rates, stages=(tables.table2,)),
+    Item(
+        "table3",
+        memory.with_memory("imagenet", TABLE3),
         claims.table3,
         claims.memory(TABLE3),
         (tables.table3,),
         needs_gpus=True,
     ),
-    "figure-shift": Item(
-        "channels of layers 20 and 50 of a straight network",
+    Item(
+        "figure-shift",
         signals.channels(("straight",), (20, 50)),
         facts=claims.shift,
         draw=signals.drawer("distributions"),
     ),
-    "figure-bnwm": Item(
-        "channels of layer 50 under BatchNorm and weight mean",
+    Item(
+        "figure-bnwm",
         signals.channels(("batch_norm", "weight_mean"), (50,)),
         facts=claims.unfrozen,  # the picture of figure-shift has both
     ),
-    "figure-operator": Item(
-        "transition operators and their fixed points",
-        signals.operator,
-        facts=claims.operator,
-        draw=signals.drawer("transitions"),
-    ),
-    "figure-vgg-ablation": Item(
-        "VGG16: both parts, each alone, none",
+    Item("figure-operator", signals.operator, facts=claims.operator, draw=signals.drawer("transitions")),
+    Item(
+        "figure-vgg-ablation",
         tables.curves,
         claims.ablations,
         stages=(tables.ablation("vgg16"),),
         draw=figures.curves,
     ),
-    "figure-resnet-ablation": Item(
-        "ResNet18 and ResNet50: both parts, each alone, none, Fixup",
+    Item(
+        "figure-resnet-ablation",
         tables.curves,
         claims.ablations,
         stages=(tables.ablation("resnet18", "resnet50"),),
         draw=figures.curves,
     ),
-    "figure-residual": Item(
-        "variance along residual blocks", signals.residual, facts=claims.residual, draw=signals.drawer("residual")
-    ),
-    "figure-correlation": Item(
-        "correlations of 200 pairs over depth (B.1)",
-        signals.correlations,
-        facts=claims.correlations,
-        draw=signals.drawer("correlations"),
-    ),
-    "figure-variance": Item(
-        "variance of the logits in the first two epochs (B.2)",
-        variance.rows,
-        claims.variance,
-        stages=(variance.recipes,),
-        draw=figures.variance,
-    ),
-    "appendix-c": Item(
-        "centring once, folded scalars, micro-batches, a last BN in the loss", appendix_c.rows, facts=claims.appendix_c
-    ),
-    "depthwise": Item(
-        "ShuffleNetV2 with its depthwise layers centred, too",
-        depthwise.rows,
-        claims.depthwise,
-        stages=(depthwise.recipes,),
-    ),
-    "integer-training": Item(
-        "training in integers alone, on digits",
-        integers.rows,
-        claims.integers,
-        stages=(integers.recipes,),
-    ),
-    "theorems": Item("Lemma 1, Theorems 1 to 3 and the NTK on real networks", signals.theorems, facts=claims.theorems),
-    "parity": Item(
-        "BatchNorm at its best against MimicNorm's defaults",
-        parity.rows,
-        claims.parity,
-        stages=(parity.search, parity.wider, parity.finals),
-    ),
-}
+    Item("figure-residual", signals.residual, facts=claims.residual, draw=signals.drawer("residual")),
+    Item("figure-correlation", signals.correlations, facts=claims.correlations, draw=signals.drawer("correlations")),
+    Item("figure-variance", variance.rows, claims.variance, stages=(variance.recipes,), draw=figures.variance),
+    Item("appendix-c", appendix_c.rows, facts=claims.appendix_c),
+    Item("depthwise", depthwise.rows, claims.depthwise, stages=(depthwise.recipes,)),
+    Item("integer-training", integers.rows, claims.integers, stages=(integers.recipes,)),
+    Item("theorems", signals.theorems, facts=claims.theorems),
+    Item("parity", parity.rows, claims.parity, stages=(parity.search, parity.wider, parity.finals)),
+)
+ITEMS = {item.name: item for item in _ITEMS}
 """Every item by name, in the paper's order."""

@@ -9,6 +9,7 @@ from typing import Any
 from mimicnorm import memory, models
 from mimicnorm.paper.published import BATCHES, Cell
 from mimicnorm.paper.scales import Runs, Setting
+from mimicnorm.paper.tables import accuracies
 
 MIB = 2**20
 
@@ -24,17 +25,15 @@ def predicted(data: str, network: str, methods: tuple[str, ...]) -> dict[str, fl
 
 
 def with_memory(
-    data: str,
-    published: Mapping[str, Mapping[str, Cell]],
-    rows: Callable[[Runs, Setting], list[dict[str, Any]]],
+    data: str, published: Mapping[str, Mapping[str, Cell]]
 ) -> Callable[[Runs, Setting], list[dict[str, Any]]]:
-    """Return a reducer that adds ``peak_mib`` to rows of networks and methods, and rows for cells without runs.
+    """Return a reducer that adds ``peak_mib`` to a table's accuracies, and rows for cells without runs.
 
     BatchNorm's and the plain network's memory are there for every network, since claims compare with them.
     """
 
-    def reducer(runs: Runs, setting: Setting) -> list[dict[str, Any]]:
-        made = {(row["network"], row["method"]): row for row in rows(runs, setting)}
+    def reducer(runs: Runs, _setting: Setting) -> list[dict[str, Any]]:
+        made = {(row["network"], row["method"]): row for row in accuracies(runs)}
         for network, cells in published.items():
             methods = tuple(dict.fromkeys((*cells, "nonorm")))
             for method, peak in predicted(data, network, methods).items():

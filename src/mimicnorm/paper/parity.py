@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 from mimicnorm.paper.scales import Runs, Scale, Setting
+from mimicnorm.paper.tables import finals as final_rows
 from mimicnorm.training.recipes import Recipe
 
 RATES = (0.05, 0.1, 0.2, 0.4)
@@ -78,19 +79,7 @@ def finals(scale: Scale, runs: Runs) -> dict[str, Recipe]:
 
 
 def rows(runs: Runs, _setting: Setting) -> list[dict[str, Any]]:
-    """Return a row per labels and method: the rate, accuracies in percent, mean calibration error, divergences."""
-    made: dict[tuple[str, str], dict[str, Any]] = {}
-    for run in runs.values():
-        recipe = run["recipe"]
-        if recipe["validation"]:
-            continue
-        start = {"labels": recipe["data"], "method": recipe["method"], "lr": recipe["lr"]}
-        row = made.setdefault(
-            (recipe["data"], recipe["method"]), {**start, "top1": [], "calibration_error": [], "diverged": 0}
-        )
-        if run["status"] == "done":
-            row["top1"].append(100 * run["history"][-1]["top1"])
-            row["calibration_error"].append(run["history"][-1]["calibration_error"])
-        else:
-            row["diverged"] += 1
-    return list(made.values())
+    """Return a row per labels and method: the rate, final accuracies, calibration errors, divergences."""
+    on_test = {label: run for label, run in runs.items() if not run["recipe"]["validation"]}
+    fields = {"labels": "data", "method": "method", "lr": "lr"}
+    return final_rows(on_test, lambda recipe: {k: recipe[v] for k, v in fields.items()}, "calibration_error")

@@ -90,22 +90,24 @@ CORRELATIONS = 0.2
 INTEGER_SPEED = 4
 """Times the throughput that training in integers may have (Appendix C)."""
 
-ITEM_NAMES = (
-    "table1",
-    "table2",
-    "table3",
-    "figure-shift",
-    "figure-bnwm",
-    "figure-operator",
-    "figure-vgg-ablation",
-    "figure-resnet-ablation",
-    "figure-residual",
-    "figure-correlation",
-    "figure-variance",
-    "appendix-c",
-    "depthwise",
-    "integer-training",
-    "theorems",
-    "parity",
-)
-"""The items that `mimicnorm.paper.ITEMS` has, for checks before torch loads; a test compares them."""
+TITLES = {
+    "table1": "CIFAR-100, six networks: accuracy and memory",
+    "table2": "VGG16 at seven learning rates: best accuracy in ten epochs",
+    "table3": "ImageNet, five networks: accuracy and memory",
+    "figure-shift": "channels of layers 20 and 50 of a straight network",
+    "figure-bnwm": "channels of layer 50 under BatchNorm and weight mean",
+    "figure-operator": "transition operators and their fixed points",
+    "figure-vgg-ablation": "VGG16: both parts, each alone, none",
+    "figure-resnet-ablation": "ResNet18 and ResNet50: both parts, each alone, none, Fixup",
+    "figure-residual": "variance along residual blocks",
+    "figure-correlation": "correlations of 200 pairs over depth (B.1)",
+    "figure-variance": "variance of the logits in the first two epochs (B.2)",
+    "appendix-c": "centring once, folded scalars, micro-batches, a last BN in the loss",
+    "depthwise": "ShuffleNetV2 with its depthwise layers centred, too",
+    "integer-training": "training in integers alone, on digits",
+    "theorems": "Lemma 1, Theorems 1 to 3 and the NTK on real networks",
+    "parity": "BatchNorm at its best against MimicNorm's defaults",
+}
+"""What each item of `mimicnorm.paper.ITEMS` shows, by name."""
+ITEM_NAMES = tuple(TITLES)
+"""For checks before torch loads."""

@@ -13,9 +13,7 @@ from torch import Tensor
 from mimicnorm import data
 from mimicnorm.paper.scales import Rows, Runs, Setting
 from mimicnorm.theory import Transition, figures, montecarlo
-from mimicnorm.theory.networks import FiniteNetwork
 
-KINDS = ("straight", "weight_mean", "batch_norm")
 NETWORKS = 5
 
 
@@ -38,12 +36,9 @@ def channels(kinds: tuple[str, ...], layers: tuple[int, ...]) -> Any:
         for kind in kinds:
             measured: dict[int, list[tuple[float, float]]] = {}
             for seed in range(NETWORKS):
-                net = FiniteNetwork(x.shape[1], 256, 51, Transition(kind), outputs=256, last_norm=True, seed=seed)
-                with torch.no_grad():
-                    for layer, h in enumerate(net.hidden(x), 1):
-                        if layer in layers:
-                            spread = float(h.mean(0).std()), float(h.var(0).mean().sqrt())
-                            measured.setdefault(layer, []).append(spread)
+                for layer, h in figures.deep_layers(kind, x, layers, seed).items():
+                    spread = float(h.mean(0).std()), float(h.var(0).mean().sqrt())
+                    measured.setdefault(layer, []).append(spread)
             for layer, spreads in measured.items():
                 between, within = (sum(values) / NETWORKS for values in zip(*spreads, strict=True))
                 made.append({"kind": kind, "layer": layer, "between": between, "within": within})
@@ -65,14 +60,10 @@ def operator(_runs: Runs, _setting: Setting) -> list[dict[str, Any]]:
 def correlations(_runs: Runs, setting: Setting) -> list[dict[str, Any]]:
     """Return the correlations of 200 pairs after each of 30 layers of width 300 (Appendix B.1): 5, 50 and 95 %."""
     x, made = images(setting)[:400], []
-    half = len(x) // 2
-    for kind in KINDS:
-        net = FiniteNetwork(x.shape[1], 300, 30, Transition(kind), outputs=300, last_norm=True)
-        with torch.no_grad():
-            for layer, h in enumerate(net.hidden(x), 1):
-                pairs = torch.nn.functional.cosine_similarity(h[:half], h[half : 2 * half])
-                low, median, high = pairs.quantile(torch.tensor([0.05, 0.5, 0.95], dtype=pairs.dtype)).tolist()
-                made.append({"kind": kind, "layer": layer, "low": low, "median": median, "high": high})
+    for kind in ("straight", "weight_mean", "batch_norm"):
+        for layer, pairs in enumerate(figures.pair_correlations(kind, x), 1):
+            low, median, high = pairs.quantile(torch.tensor([0.05, 0.5, 0.95], dtype=pairs.dtype)).tolist()
+            made.append({"kind": kind, "layer": layer, "low": low, "median": median, "high": high})
     return made
 
 
@@ -81,10 +72,13 @@ def residual(_runs: Runs, _setting: Setting) -> list[dict[str, Any]]:
     made = []
     for kind, scale in (("batch_norm", "none"), ("weight_mean", "sqrt"), ("weight_mean", "none")):
         for blocks in (1, 2, 4, 8):
-            e = montecarlo.residual_variance(kind, scale, blocks)
-            fields = {"value": e.value, "standard_error": e.standard_error, "predicted": e.predicted}
-            made.append({"kind": kind, "scale": scale, "blocks": blocks, **fields})
+            estimate = montecarlo.residual_variance(kind, scale, blocks)
+            made.append({"kind": kind, "scale": scale, "blocks": blocks, **_numbers(estimate)})
     return made
+
+
+def _numbers(estimate: montecarlo.Estimate) -> dict[str, float]:
+    return {name: getattr(estimate, name) for name in ("value", "standard_error", "predicted")}
 
 
 CHECKS = (
@@ -99,12 +93,8 @@ CHECKS = (
 
 def theorems(_runs: Runs, _setting: Setting) -> list[dict[str, Any]]:
     """Return each theorem's prediction beside real networks of finite width."""
-    made = []
-    for check in CHECKS:
-        e = check(seed=0)
-        fields = {"value": e.value, "standard_error": e.standard_error, "predicted": e.predicted}
-        made.append({"statement": e.statement, **fields})
-    return made
+    estimates = [check(seed=0) for check in CHECKS]
+    return [{"statement": estimate.statement, **_numbers(estimate)} for estimate in estimates]
 
 
 def drawer(figure: str) -> Any:

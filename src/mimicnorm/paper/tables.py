@@ -69,17 +69,32 @@ def best_top1(run: Mapping[str, Any]) -> float:
     return max((100 * line["top1"] for line in run["history"]), default=GUESSING)
 
 
-def accuracies(runs: Runs, _setting: Setting | None = None) -> list[dict[str, Any]]:
-    """Return a row per network and method: final accuracies in percent, and how many runs diverged."""
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
+def finals(runs: Runs, fields: Callable[[Mapping[str, Any]], dict[str, Any]], *also: str) -> list[dict[str, Any]]:
+    """Return a row per group of runs: its fields, final accuracies in percent, and how many runs diverged.
+
+    Args:
+        runs: The runs.
+        fields: From a recipe to the fields of its row; runs with the same fields make a group.
+        also: Other numbers of the last epoch, a list each.
+    """
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for run in runs.values():
-        model, method = run["recipe"]["model"], run["recipe"]["method"]
-        row = rows.setdefault((model, method), {"network": model, "method": method, "top1": [], "diverged": 0})
+        group = fields(run["recipe"])
+        start = {**group, "top1": [], **{name: [] for name in also}, "diverged": 0}
+        row = rows.setdefault(tuple(group.values()), start)
         if run["status"] == "done":
-            row["top1"].append(100 * run["history"][-1]["top1"])
+            last = run["history"][-1]
+            row["top1"].append(100 * last["top1"])
+            for name in also:
+                row[name].append(last[name])
         else:
             row["diverged"] += 1
     return list(rows.values())
+
+
+def accuracies(runs: Runs) -> list[dict[str, Any]]:
+    """Return a row per network and method: final accuracies, divergences."""
+    return finals(runs, lambda recipe: {"network": recipe["model"], "method": recipe["method"]})
 
 
 def by_rate(runs: Runs, _setting: Setting | None = None) -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from mimicnorm.compare.intervals import Estimate, difference
 from mimicnorm.paper.scales import GUESSING
 
+Row = Mapping[str, Any]
 HOLDS, DIRECTION = "holds", "holds in direction at desk scale"
 FAILS, UNDECIDED, NEEDS_GPUS = "does not hold here", "undecided", "needs GPUs, recipe ready"
 
@@ -40,68 +41,62 @@ def at_desk(judgement: Judgement) -> Judgement:
     return judgement._replace(verdict=DIRECTION) if judgement.verdict == HOLDS else judgement
 
 
-def at_least(
-    claim: str,
-    ours: Sequence[float],
-    theirs: Sequence[float],
-    least: float,
-    diverged: int = 0,
-    *,
-    single: bool = False,
-) -> Judgement:
+def at_least(claim: str, ours: Row, theirs: Row, least: float, *, single: bool = False) -> Judgement:
     """Judge "ours is at least theirs plus ``least``" by the interval of the difference; a divergence refutes it.
 
     Args:
         claim: The paper's statement.
-        ours: Accuracies of our method.
-        theirs: Accuracies of the other.
+        ours: The row of our method: accuracies ("top1") and how many runs "diverged".
+        theirs: That of the other.
         least: In points; negative allows a deficit.
-        diverged: How many of our runs diverged.
         single: Whether one run each is all there will be: it is judged by the numbers then.
     """
-    if diverged:
-        return Judgement(claim, FAILS, f"{diverged} runs diverged")
-    if single and ours and theirs:
-        gap = ours[0] - theirs[0]
+    if ours["diverged"]:
+        return Judgement(claim, FAILS, f"{ours['diverged']} runs diverged")
+    if single and ours["top1"] and theirs["top1"]:
+        gap = ours["top1"][0] - theirs["top1"][0]
         return Judgement(claim, HOLDS if gap >= least else FAILS, f"{gap:+.2f} points, one run each")
-    interval = difference(ours, theirs)
+    interval = difference(ours["top1"], theirs["top1"])
     if interval is None:
         return Judgement(claim, UNDECIDED, "fewer than two runs")
     verdict = HOLDS if interval.low >= least else FAILS if interval.high < least else UNDECIDED
     return Judgement(claim, verdict, points(interval))
 
 
-def below_all(claim: str, low: Sequence[float], others: Sequence[Sequence[float]], diverged: int) -> Judgement:
+def below_all(claim: str, low: Row, *others: Row) -> Judgement:
     """Judge "this method is below all others" by the intervals of the differences."""
-    if not low:
+    diverged = low["diverged"]
+    if not low["top1"]:
         return Judgement(claim, HOLDS if diverged else UNDECIDED, f"all {diverged} runs diverged" if diverged else "-")
-    gaps = [difference(low, other) for other in others]
-    if any(gap is None for gap in gaps):
-        return Judgement(claim, UNDECIDED, "fewer than two runs")
+    gaps = [difference(low["top1"], other["top1"]) for other in others]
     known = [gap for gap in gaps if gap is not None]
+    if len(known) < len(gaps):
+        return Judgement(claim, UNDECIDED, "fewer than two runs")
     lost = f"; {diverged} diverged" if diverged else ""
     verdict = HOLDS if all(gap.high < 0 for gap in known) else FAILS if any(g.low > 0 for g in known) else UNDECIDED
     return Judgement(claim, verdict, "; ".join(map(points, known)) + lost)
 
 
-def every(
-    claim: str, cases: Mapping[Any, tuple[Mapping[str, Any], tuple[str, ...]]], holds: Callable[..., bool]
-) -> Judgement:
+def every(claim: str, cases: Mapping[Any, Sequence[Any]], holds: Callable[..., bool]) -> Judgement:
     """Judge a claim by the values of each case: it holds if it holds in all of them.
 
     The evidence lists the values of every case, or only of those that contradict the claim.
 
     Args:
         claim: The paper's statement.
-        cases: By name, the numbers at hand and those that ``holds`` is asked about.
+        cases: By name, the numbers that ``holds`` is asked about; None for one that was not measured.
         holds: The claim as a predicate.
     """
-    if not cases or any(key not in row for row, keys in cases.values() for key in keys):
+    if not cases or any(None in values for values in cases.values()):
         return Judgement(claim, UNDECIDED, "runs are missing")
-    values = {case: [row[key] for key in keys] for case, (row, keys) in cases.items()}
-    wrong = [case for case in values if not holds(*values[case])]
-    shown = "; ".join(f"{case}: {' / '.join(map(number, values[case]))}" for case in wrong or values)
+    wrong = [case for case in cases if not holds(*cases[case])]
+    shown = "; ".join(f"{case}: {' / '.join(map(number, cases[case]))}" for case in wrong or cases)
     return Judgement(claim, FAILS if wrong else HOLDS, f"not at {shown}" if wrong else shown)
+
+
+def of(row: Row, *keys: str) -> list[Any]:
+    """Return a row's values as a case of ``every``: None where the row has none."""
+    return [row.get(key) for key in keys]
 
 
 def number(value: float) -> str:

@@ -85,12 +85,17 @@ def curves(axis: Axes, methods: Sequence[dict[str, Any]], quantity: str, factor:
     axis.set_xlabel("epoch", color=INK, fontsize=11)
     axis.grid(axis="y", color=RULE)
     axis.spines[:].set_visible(False)
-    _name_ends(axis, ends)
+    name_ends(axis, ends)
 
 
-def _name_ends(axis: Axes, ends: Sequence[tuple[int, float, str, str]]) -> None:
-    """Write the name of each line at its end; those at the right edge one below the other, however close they end."""
-    last = max(epoch for epoch, *_ in ends)
+def name_ends(axis: Axes, ends: Sequence[tuple[int, float, str, str]]) -> None:
+    """Write the name of each line at its end; those at the right edge one below the other, however close they end.
+
+    Args:
+        axis: The axis of the lines.
+        ends: Of each line: epoch, value, name and colour.
+    """
+    last = max((epoch for epoch, *_ in ends), default=0)
     names = {name for _, _, name, _ in ends}
     axis.set_ylim(axis.get_ylim())  # the heights below depend on the limits
     heights = [axis.transAxes.inverted().transform(axis.transData.transform((x, y)))[1] for x, y, *_ in ends]

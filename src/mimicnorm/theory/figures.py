@@ -40,17 +40,30 @@ def samples(inputs: Tensor | None, count: int, seed: int) -> Tensor:
     return x / x.norm(dim=1, keepdim=True) * math.sqrt(x.shape[1])
 
 
+def deep_layers(kind: str, x: Tensor, layers: tuple[int, ...] = (20, 50), seed: int = 0) -> dict[int, Tensor]:
+    """Return the pre-activations of some layers of a random network, 51 layers of width 256."""
+    net = FiniteNetwork(x.shape[1], 256, 51, Transition(kind), outputs=256, seed=seed, last_norm=True)
+    with torch.no_grad():
+        return {i: h for i, h in enumerate(net.hidden(x), 1) if i in layers}
+
+
+def pair_correlations(kind: str, x: Tensor, seed: int = 0) -> Tensor:
+    """Return the correlations of pairs, one input of each half of x, after each of 30 layers of width 300."""
+    half = len(x) // 2
+    net = FiniteNetwork(x.shape[1], 300, 30, Transition(kind), outputs=300, seed=seed, last_norm=True)
+    with torch.no_grad():  # under BatchNorm all pairs run in one batch
+        steps = [torch.nn.functional.cosine_similarity(h[:half], h[half : 2 * half]) for h in net.hidden(x)]
+    return torch.stack(steps)
+
+
 def distributions(inputs: Tensor | None = None, seed: int = 0) -> Figure:
     """Draw 30 channels of layers 20 and 50 over a batch of 2000 (paper figures 2 and 3)."""
     x = samples(inputs, 2000, seed)
     figure, axes = canvas(2, 3, 10, 5)
     pick = torch.randperm(256, generator=torch.Generator().manual_seed(seed))[:30]
     for column, kind in enumerate(COLOURS):
-        net = FiniteNetwork(x.shape[1], 256, 51, Transition(kind), outputs=256, seed=seed, last_norm=True)
-        with torch.no_grad():
-            chosen = {i: h[:, pick] for i, h in enumerate(net.hidden(x), 1) if i in (20, 50)}
-        for row, (layer, h) in enumerate(chosen.items()):
-            box = axes[row][column].boxplot(h.T.tolist(), showfliers=False, widths=0.7, patch_artist=True)
+        for row, (layer, h) in enumerate(deep_layers(kind, x, seed=seed).items()):
+            box = axes[row][column].boxplot(h[:, pick].T.tolist(), showfliers=False, widths=0.7, patch_artist=True)
             for patch in box["boxes"]:
                 patch.set(facecolor=COLOURS[kind], alpha=0.5, lw=0.5)
             axes[row][column].set(title=f"{LABELS[kind]}, layer {layer}", ylim=(-4.5, 4.5), xticks=[])
@@ -89,19 +102,12 @@ def transitions(inputs: Tensor | None = None, seed: int = 0) -> Figure:
 def correlations(inputs: Tensor | None = None, seed: int = 0) -> Figure:
     """Draw the correlations of 200 pairs over 30 layers of width 300, with their band (appendix B.1)."""
     x = samples(inputs, 400, seed)
-    half = len(x) // 2
     figure, axes = canvas(1, 3, 10, 3.3)
     band = 1.96 * correlation_band(300)
     for axis, kind in zip(axes, COLOURS, strict=True):
-        t = Transition(kind)
-        net = FiniteNetwork(x.shape[1], 300, 30, t, outputs=300, seed=seed, last_norm=True)
-        cosine = torch.nn.functional.cosine_similarity
-        with torch.no_grad():
-            # under BatchNorm all pairs run in one batch
-            paths = torch.stack([cosine(h[:half], h[half : 2 * half]) for h in net.hidden(x)])
-        layers = range(1, 31)
+        paths, layers = pair_correlations(kind, x, seed), range(1, 31)
         axis.plot(layers, paths, color=COLOURS[kind], lw=0.4, alpha=0.35)
-        axis.plot(layers, t.iterate(paths[0].mean(), 29), color="black", lw=1.5, label="infinite width")
+        axis.plot(layers, Transition(kind).iterate(paths[0].mean(), 29), color="black", lw=1.5, label="infinite width")
         if kind != "straight":
             axis.axhspan(-band, band, color="0.85", zorder=0, label=f"95 % band at width 300: ±{band:.2f}")
         axis.set(title=LABELS[kind], xlabel="layer", ylim=(-0.6, 1.05))
