@@ -32,8 +32,6 @@ def columns(x: Tensor, kernel: tuple[int, int], stride: tuple[int, int]) -> Tens
     """Return one row per output pixel of padded images (N, H, W, C), in the order (kernel row, kernel column, C)."""
     n, h, w, c = x.shape
     (kh, kw), (sh, sw) = kernel, stride
-    if kernel == (1, 1):
-        return x[:, ::sh, ::sw].reshape(-1, c)
     rows, cols = (h - kh) // sh + 1, (w - kw) // sw + 1
     strides = (h * w * c, sh * w * c, sw * c, w * c, 1)  # a kernel row's columns and channels lie side by side
     return x.as_strided((n, rows, cols, kh, kw * c), strides).reshape(n * rows * cols, kh * kw * c)
@@ -83,13 +81,6 @@ def input_gradient(error: Tensor, weight: Tensor, geometry: Geometry, size: tupl
     (kh, kw), (sh, sw) = geometry.kernel, geometry.stride
     samples, eh, ew, outputs = error.shape
     channels = weight.shape[1] // (kh * kw)
-    if (kh, kw) == (1, 1):
-        plain = forward(error, weight.t().contiguous(), Geometry())
-        if (sh, sw) == (1, 1) and (eh, ew) == size:
-            return plain
-        out = torch.zeros(samples, *size, channels, dtype=torch.int32)
-        out[:, : eh * sh : sh, : ew * sw : sw] = plain
-        return out
     flipped = weight.view(outputs, kh, kw, channels).flip(1, 2).permute(3, 1, 2, 0).reshape(channels, -1)
     top, left = kh - 1 - geometry.padding[0], kw - 1 - geometry.padding[1]
     out = torch.empty(samples, *size, channels, dtype=torch.int32)
