@@ -81,6 +81,13 @@ def input_gradient(error: Tensor, weight: Tensor, geometry: Geometry, size: tupl
     (kh, kw), (sh, sw) = geometry.kernel, geometry.stride
     samples, eh, ew, outputs = error.shape
     channels = weight.shape[1] // (kh * kw)
+    if (kh, kw) == (1, 1):
+        plain = forward(error, weight.t().contiguous(), Geometry())
+        if (sh, sw) == (1, 1) and (eh, ew) == size:
+            return plain
+        out = torch.zeros(samples, *size, channels, dtype=torch.int32)
+        out[:, : eh * sh : sh, : ew * sw : sw] = plain
+        return out
     flipped = weight.view(outputs, kh, kw, channels).flip(1, 2).permute(3, 1, 2, 0).reshape(channels, -1)
     top, left = kh - 1 - geometry.padding[0], kw - 1 - geometry.padding[1]
     out = torch.empty(samples, *size, channels, dtype=torch.int32)
