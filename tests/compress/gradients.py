@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mimicnorm.compress import saved_activations
+
+
+def saved_in(bits: int | None, **settings: Any) -> AbstractContextManager:
+    """Compress to so many bits inside; None does nothing."""
+    return nullcontext() if bits is None else saved_activations(bits, **settings)
 
 
 def gradients(
@@ -19,7 +24,7 @@ def gradients(
     model.zero_grad()
     x = x.detach().requires_grad_()
     torch.manual_seed(0)
-    with nullcontext() if bits is None else saved_activations(bits, **settings):
+    with saved_in(bits, **settings):
         value = (loss or mixed)(model(x * 1))  # not a leaf, as in the middle of a network
     value.backward()
     return {"input": x.grad, **{n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}}

@@ -3,10 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from gradients import counted, gradients
+from gradients import counted, gradients, saved_in
 from torch import nn
-
-from mimicnorm.compress import saved_activations
 
 ACTIVATIONS = {
     "relu": nn.ReLU(),
@@ -48,12 +46,8 @@ def test_the_lossless_tier_saves_one_tensor_instead_of_two(name):
     model, x = net(ACTIVATIONS[name]), torch.randn(2, 3, 14, 14)
     saved = []
     for bits in (None, 32):
-        with counted() as found:
-            if bits is None:
-                y = model(x)
-            else:
-                with saved_activations(bits):
-                    y = model(x)
+        with counted() as found, saved_in(bits):
+            y = model(x)
         saved.append(sum(found.values()) - sum(p.untyped_storage().nbytes() for p in model.parameters()) - x.nbytes)
         del y
     activations = 2 * 8 * 12 * 12 * 4 * 2
@@ -66,11 +60,8 @@ def test_in_place_on_a_view():
     grads = []
     for bits in (None, 8):
         b = a * 1
-        if bits is None:
+        with saved_in(bits):
             b[:, :300].relu_()
-        else:
-            with saved_activations(bits):
-                b[:, :300].relu_()
         (b * torch.arange(400)).sum().backward()
         grads.append(a.grad)
         a.grad = None
@@ -81,7 +72,7 @@ def test_gradients_in_another_memory_format():
     x = torch.randn(2, 8, 9, 9, requires_grad=True)
     grads = []
     for last in (False, True):
-        with saved_activations(4):
+        with saved_in(4):
             y = F.relu(x * 1)
         y.backward(torch.ones(2, 8, 9, 9).to(memory_format=torch.channels_last if last else torch.contiguous_format))
         grads.append(x.grad)
@@ -93,7 +84,7 @@ def test_gradients_in_another_memory_format():
 @pytest.mark.parametrize("call", [torch.relu, torch.relu_, F.relu, torch.Tensor.relu, torch.Tensor.relu_, F.relu_])
 def test_every_way_to_call_relu(call):
     x = torch.randn(64, 64, requires_grad=True)
-    with counted() as found, saved_activations(8):
+    with counted() as found, saved_in(8):
         y = call(x * 1)
     assert sum(found.values()) == 64 * 64 + 2 * 16
     y.sum().backward()

@@ -2,12 +2,13 @@ from __future__ import annotations
 
 import copy
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.nn.functional as F
 import zoo
-from gradients import cosine, counted, gradients
+from gradients import cosine, counted, gradients, saved_in
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -75,15 +76,12 @@ def test_micro_batches_and_a_first_pass_that_saves_nothing(bits):
     x = torch.randn(8, 3, 32, 32)
     microbatch.backward(model, F.cross_entropy, x, y, micro_batch=4)
     right = {n: p.grad.clone() for n, p in model.named_parameters()}
-    for way in ("context", "enabled"):
+    for context in (bits, None):
         model.zero_grad()
-        handle = enable_(model, bits) if way == "enabled" else None
-        if handle is None:
-            with saved_activations(bits):
-                microbatch.backward(model, F.cross_entropy, x, y, micro_batch=4)
-        else:
+        if context is None:
+            enable_(model, bits)
+        with saved_in(context):
             microbatch.backward(model, F.cross_entropy, x, y, micro_batch=4)
-            handle.remove()
         found = {n: p.grad for n, p in model.named_parameters()}
         assert all(torch.equal(found[n], right[n]) for n in right if n.endswith("bias"))
         assert not torch.equal(found["layer1.0.conv1.weight"], right["layer1.0.conv1.weight"])
@@ -98,9 +96,7 @@ class Checkpointed(nn.Module):
         return checkpoint(self._inner, x, use_reentrant=False)
 
     def _inner(self, x):
-        if self.inner_bits is None:
-            return self.model(x)
-        with saved_activations(self.inner_bits):
+        with saved_in(self.inner_bits):
             return self.model(x)
 
 
@@ -121,16 +117,14 @@ def test_what_is_outside_of_a_checkpoint_is_compressed():
 
 
 def test_activations_kept_on_the_host_are_kept_there_in_few_bits():
-    model = small()
-    with torch.autograd.graph.save_on_cpu(), saved_activations(8):
-        loss = model(X).square().sum()
-    loss.backward()
-    kept = model[3].weight.grad
-    model.zero_grad()
-    with saved_activations(8):
-        loss = model(X).square().sum()
-    loss.backward()
-    assert torch.equal(model[3].weight.grad, kept)
+    model, grads = small(), []
+    for outside in (torch.autograd.graph.save_on_cpu(), nullcontext()):
+        model.zero_grad()
+        with outside, saved_activations(8):
+            loss = model(X).square().sum()
+        loss.backward()
+        grads.append(model[3].weight.grad)
+    assert torch.equal(*grads)
 
 
 @pytest.mark.parametrize("last", [False, True])
@@ -169,11 +163,8 @@ def test_second_derivatives_are_refused_and_lossless_ones_are_right():
             torch.autograd.grad(loss, x, create_graph=True)
 
     def penalty(bits):
-        if bits is None:
+        with saved_in(bits):
             loss = model(x).square().sum()
-        else:
-            with saved_activations(bits):
-                loss = model(x).square().sum()
         (grad,) = torch.autograd.grad(loss, x, create_graph=True)
         return torch.autograd.grad(grad.square().sum(), model[0].weight)[0]
 
@@ -246,11 +237,8 @@ def test_passes_differ_and_random_numbers_of_the_network_do_not_move():
     for bits in (None, 4, 4):
         torch.manual_seed(3)
         model.zero_grad()
-        if bits is None:
+        with saved_in(bits):
             y = model(X)
-        else:
-            with saved_activations(bits):
-                y = model(X)
         y.sum().backward()
         outputs.append(y.detach())
         grads.append(model[0][3].weight.grad.clone())

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from gradients import counted
+from gradients import counted, saved_in
 from torch import nn
 
 from mimicnorm.compress import saved_activations
@@ -17,43 +17,26 @@ WINDOWS = [
     {"kernel_size": (2, 3), "dilation": (3, 2), "stride": 1},
     {"kernel_size": 17, "stride": 1, "padding": 8},
 ]
+SAME = {"kernel_size": 3, "stride": 1, "padding": 1}
+CASES = [*((window, (13, 11)) for window in WINDOWS), *((SAME, narrow) for narrow in ((1, 1), (1, 7), (7, 1)))]
 
 
 @pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("bits", [32, 4])
-@pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_max_pooling_has_the_gradient_of_pytorch(window, bits, last):
-    x = torch.randn(3, 6, 13, 11).round(decimals=1)  # ties: the first maximum counts
+@pytest.mark.parametrize(("window", "size"), CASES, ids=str)
+def test_max_pooling_has_the_gradient_of_pytorch(window, size, bits, last):
+    x = torch.randn(3, 6, *size).round(decimals=1)  # ties: the first maximum counts
     x = x.to(memory_format=torch.channels_last) if last else x
     pool, found = nn.MaxPool2d(**window), []
-    for compressed in (False, True):
+    for compression in (None, bits):
         x = x.detach().requires_grad_()
-        if compressed:
-            with saved_activations(bits):
-                y = pool(x * 1)
-        else:
+        with saved_in(compression):
             y = pool(x * 1)
         grad = torch.randn(y.shape, generator=torch.Generator().manual_seed(0))
         y.backward(grad)
         found += [(y.detach(), x.grad)]
     assert torch.equal(found[0][0], found[1][0])
     assert torch.equal(found[0][1], found[1][1])
-
-
-@pytest.mark.parametrize("narrow", [(1, 1), (1, 7), (7, 1)])
-def test_windows_wider_than_the_image(narrow):
-    x = torch.randn(2, 3, *narrow)
-    grads = []
-    for bits in (None, 32):
-        x = x.detach().requires_grad_()
-        if bits is None:
-            y = F.max_pool2d(x, 3, 1, 1)
-        else:
-            with saved_activations(bits):
-                y = F.max_pool2d(x, 3, 1, 1)
-        (y * torch.arange(y.numel()).view(y.shape)).sum().backward()
-        grads.append(x.grad)
-    assert torch.equal(*grads)
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ def test_views_share_one_payload(name):
     store, x = marked(4, 8, 6, 6)
     whole, view = store.pack(x), store.pack(VIEWS[name](x))
     assert isinstance(view, View)
-    assert view.codes is whole.codes
+    assert view.encoded is whole.encoded
     with torch.no_grad():
         assert torch.equal(view.tensor(), VIEWS[name](whole.tensor()))
 
@@ -52,11 +52,11 @@ def test_a_tensor_with_gaps_is_copied_and_found_again():
     x = torch.rand(4, 8, 6, 6)[:, 1::2]
     store.mark(x, RELU)
     first, again = store.pack(x), store.pack(x)
-    assert first.codes is again.codes
+    assert first.encoded is again.encoded
     with torch.no_grad():
         assert torch.allclose(first.tensor(), x, atol=0.01)
     other = store.pack(x[:, :1])
-    assert not isinstance(other, View) or other.codes is not first.codes
+    assert not isinstance(other, View) or other.encoded is not first.encoded
 
 
 def test_an_in_place_operation_makes_another_payload():
@@ -65,7 +65,7 @@ def test_an_in_place_operation_makes_another_payload():
     x.mul_(2)
     store.mark(x, RELU)
     after = store.pack(x)
-    assert after.codes is not before.codes
+    assert after.encoded is not before.encoded
     with torch.no_grad():
         assert torch.allclose(after.tensor(), before.tensor() * 2, atol=0.02)
 
@@ -100,7 +100,7 @@ def test_the_store_holds_no_storage_and_a_dead_one_is_forgotten():
     del x
     gc.collect()
     assert storage() is None
-    codes = weakref.ref(held.codes)
+    codes = weakref.ref(held.encoded.codes)
     del held
     gc.collect()
     assert codes() is None

@@ -14,10 +14,10 @@ from mimicnorm.deploy import fold_with_report
 class Between(nn.Module):
     """A BatchNorm behind an activation: the layers that read it may take its shift up, if they have no padding."""
 
-    def __init__(self, padding: int, width: int = 8):
+    def __init__(self, padding: int):
         super().__init__()
-        self.stem, self.norm = nets.conv(3, width), nn.BatchNorm2d(width)
-        self.a, self.b = (nn.Conv2d(width, 4, 2 * padding + 1, padding=padding) for _ in range(2))
+        self.stem, self.norm = nets.conv(3, 8), nn.BatchNorm2d(8)
+        self.a, self.b = (nn.Conv2d(8, 4, 2 * padding + 1, padding=padding) for _ in range(2))
         self.fc = nn.Linear(8, 3)
 
     def forward(self, x):
@@ -25,101 +25,50 @@ class Between(nn.Module):
         return self.fc(torch.cat((self.a(x), self.b(x)), 1).mean((2, 3)))
 
 
-def report(model, method=None, **kw):
-    converted = stirred(model, method or mn.NoNorm(), (2, 3, 8, 8), **kw)
-    folded, x = fold_with_report(converted), torch.randn(3, 3, 8, 8)
-    with torch.no_grad():
-        torch.testing.assert_close(folded.model(x.clone()), converted(x.clone()), rtol=1e-5, atol=1e-5)
-    return folded
-
-
-def test_layers_without_padding_take_up_the_shift_before_them():
-    assert report(Between(padding=0)).into == {"norm": ("a", "b")}
-
-
-def test_zero_padding_comes_after_the_shift():
-    assert report(Between(padding=1)).standalone == ["norm"]
-
-
 class Reshaped(nn.Module):
-    """A linear layer on sequences, its BatchNorm behind a view or a transpose."""
+    """A linear layer on sequences; a view keeps its channels where as many values come before them."""
 
     def __init__(self, way: str):
         super().__init__()
-        self.fc1, self.norm, self.fc, self.way = nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), way
+        self.fc1, self.norm, self.fc, self.way = nn.Linear(24, 8), nn.BatchNorm1d(8), nn.Linear(8, 3), way
 
     def forward(self, x):
-        y = self.fc1(x.flatten(2))
+        y = self.fc1(x.flatten(2).view(len(x), 8, 24))
         y = self.norm(y.flatten(0, 1)).view_as(y) if self.way == "view" else self.norm(y.transpose(1, 2))
         return self.fc(F.relu(y if self.way == "view" else y.transpose(1, 2)).mean(1))
 
 
-@pytest.mark.parametrize("way", ["view", "transpose"])
-def test_a_view_keeps_channels_where_as_many_values_come_before_them(way):
-    model = Reshaped(way)
-    converted = stirred(model, mn.NoNorm(), (2, 8, 2, 4))
-    folded, x = fold_with_report(converted), torch.randn(2, 8, 2, 4)
-    torch.testing.assert_close(folded.model(x), converted(x), rtol=1e-5, atol=1e-5)
-    assert (folded.into, folded.standalone) == (({"norm": ("fc1",)}, []) if way == "view" else ({}, ["norm"]))
+class Convolutions(nn.Module):
+    """Two convolutions and two norms, connected in several ways."""
+
+    def __init__(self, way, affine: bool = True):
+        super().__init__()
+        self.stem, self.conv, self.fc, self.way = nets.conv(3, 8), nets.conv(8, 8), nn.Linear(8, 3), way
+        self.norm, self.other = nn.BatchNorm2d(8, affine=affine), nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        return self.fc(self.way(self, self.stem(x)).mean((2, 3)))
 
 
-class ReadTwice(nn.Module):
+def read_twice(m, x):
     """A skip reads what the layer made, before the norm."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv, self.norm, self.fc = nets.conv(3, 8), nn.BatchNorm2d(8), nn.Linear(8, 3)
-
-    def forward(self, x):
-        y = self.conv(x)
-        return self.fc((y + F.relu(self.norm(y))).mean((2, 3)))
+    return x + F.relu(m.norm(x)) + m.other(m.conv(x))
 
 
-def test_a_layer_that_others_read_too_takes_nothing_up():
-    assert report(ReadTwice()).standalone == ["norm"]
+def repvgg(m, x):
+    """A normalised identity beside a convolution."""
+    x = F.relu(x)
+    return F.relu(m.norm(x) + m.other(m.conv(x)))
 
 
-class Added(nn.Module):
-    """RepVGG: a normalised identity beside a convolution."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.conv, self.bn, self.identity = (
-            nets.conv(3, 8),
-            nets.conv(8, 8),
-            nn.BatchNorm2d(8),
-            nn.BatchNorm2d(8),
-        )
-        self.fc = nn.Linear(8, 3)
-
-    def forward(self, x):
-        x = F.relu(self.stem(x))
-        return self.fc(F.relu(self.identity(x) + self.bn(self.conv(x))).mean((2, 3)))
+def preactivation(m, x):
+    """An in-place ReLU behind a norm without beta: as an identity, the norm would let it overwrite the skip."""
+    return x + m.other(m.conv(F.relu_(m.norm(x))))
 
 
-def test_a_layer_in_the_same_sum_takes_up_the_shift_of_an_identity():
-    assert report(Added()).into == {"identity": ("conv",)}
-
-
-class Preactivation(nn.Module):
-    """An in-place ReLU behind a norm without beta: as an identity, it would overwrite the skip."""
-
-    def __init__(self):
-        super().__init__()
-        self.stem, self.norm, self.conv, self.fc = (
-            nets.conv(3, 8),
-            nn.BatchNorm2d(8, affine=False),
-            nets.conv(8, 8),
-            nn.Linear(8, 3),
-        )
-
-    def forward(self, x):
-        x = self.stem(x)
-        return self.fc((x + self.conv(F.relu_(self.norm(x)))).mean((2, 3)))
-
-
-def test_a_copy_stays_where_a_skip_would_be_overwritten():
-    assert report(Preactivation()).standalone == ["norm"]
+def shared(m, x):
+    """Several norms on one layer."""
+    return F.relu(m.other(m.conv(F.relu(m.norm(m.conv(x))))))
 
 
 class Viewed(nn.Module):
@@ -139,21 +88,26 @@ class Viewed(nn.Module):
         return self.fc(F.relu(self.norm(y + y * y)).view(len(x), 8, 8, 8).mean((2, 3)))
 
 
-@pytest.mark.parametrize("way", ["added", "summed"])
-@pytest.mark.parametrize("affine", [True, False])
-def test_a_memory_format_that_a_view_needs_stays(way, affine):
-    assert report(Viewed(way, affine)).standalone == ["norm"]
+STAYS = ({}, ["norm"])
 
 
-def test_several_norms_on_one_layer_stay():
-    class Shared(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.stem, self.conv, self.fc = nets.conv(3, 8), nets.conv(8, 8), nn.Linear(8, 3)
-            self.first, self.second = nn.BatchNorm2d(8), nn.BatchNorm2d(8)
-
-        def forward(self, x):
-            x = F.relu(self.first(self.conv(self.stem(x))))
-            return self.fc(F.relu(self.second(self.conv(x))).mean((2, 3)))
-
-    assert report(Shared()).standalone == ["first", "second"]
+@pytest.mark.parametrize(
+    ("model", "into", "standalone"),
+    [
+        (Between(padding=0), {"norm": ("a", "b")}, []),
+        (Between(padding=1), *STAYS),  # zero padding comes after the shift
+        (Reshaped("view"), {"norm": ("fc1",)}, []),
+        (Reshaped("transpose"), *STAYS),
+        (Convolutions(read_twice), *STAYS),
+        (Convolutions(repvgg), {"norm": ("conv",)}, []),
+        (Convolutions(preactivation, affine=False), *STAYS),
+        (Convolutions(shared), {}, ["norm", "other"]),
+        *((Viewed(way, affine), *STAYS) for way in ("added", "summed") for affine in (True, False)),
+    ],
+)
+def test_where_what_is_left_of_a_norm_goes(model, into, standalone):
+    converted = stirred(model, mn.NoNorm(), (2, 3, 8, 8))
+    report, x = fold_with_report(converted), torch.randn(3, 3, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(report.model(x.clone()), converted(x.clone()), rtol=1e-5, atol=1e-5)
+    assert (report.into, report.standalone) == (into, standalone)

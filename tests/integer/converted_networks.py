@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 import mimicnorm as mn
 from mimicnorm import models
+from mimicnorm.integer import Trainer
 from mimicnorm.models.squeezenet import Fire
 
 NETWORKS = ("mlp10", "vgg11", "resnet10", "squeezenet", "squeezenet1_1")
@@ -35,6 +36,15 @@ def batch(samples: int = 20, pixels: int = 8, seed: int = 1) -> tuple[Tensor, Te
     generator = torch.Generator().manual_seed(seed)
     labels = torch.randint(10, (samples,), generator=generator)
     return torch.randn(samples, 3, pixels, pixels, generator=generator), labels
+
+
+def gradients(trainer: Trainer, samples: int) -> dict[str, Tensor]:
+    """The gradients of the last step's mean loss, in floating point and in the shapes of the model's parameters."""
+    pairs = [pair for product in trainer.network.products for pair in product.gradients()]
+    head = trainer.network.head
+    pairs += [(head.scale, head.scale_grad)] if head.scale is not None else []
+    values = {p.name: data.double() * 2.0**exponent / samples for p, (data, exponent) in pairs}
+    return {name: value.permute(0, 3, 1, 2) if value.dim() == 4 else value for name, value in values.items()}
 
 
 def dry(model: nn.Module) -> nn.Module:

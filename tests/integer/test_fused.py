@@ -17,7 +17,7 @@ def wide(count: int, bits: int = 31) -> torch.Tensor:
     return torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (count, 5, 7), dtype=torch.int32, generator=generator)
 
 
-SHIFTS = (-25, -3, 0, 1, 8, 24, 25, 30)
+SHIFTS = (-50, -25, -3, 0, 1, 8, 24, 25, 30, 31, 60)
 
 
 @pytest.mark.parametrize("count", [3, 64])
@@ -28,20 +28,12 @@ def test_kernels_give_the_codes_of_the_operations_they_replace(count, random, bl
     open_ = None if random is None else codes.clamp(0)
     low = 0 if random is None else -127
     for by in SHIFTS:
-        for own in (0, 5, -9) if blocks == 2 else (0,):
+        for own in (0, 5, 28, 29, 60, -9, -30, -31, -60) if blocks == 2 else (0,):
             terms = [Block(wide(count), 0), Block(codes, own)][:blocks]
             case = (terms, 0, by, low, open_, random)
             made, right = fused.narrow(*case), narrow(*case)
-            assert made is not None
             assert torch.equal(made[0], right[0])
             assert made[1] == right[1]
-
-
-@pytest.mark.parametrize(("exponents", "by"), [((0, -31), 3), ((0, 29), 3), ((0, 0), 31)])
-def test_shifts_that_clear_all_bits_are_left_to_operations(exponents, by):
-    terms = [Block(wide(2), own) for own in exponents]
-    assert fused.narrow(terms, 0, by, -127, None, None) is None
-    assert narrow(terms, 0, by, -127, None, None)[0].shape == (2, 5, 7)
 
 
 def test_weights_are_those_of_a_trainer_that_does_not_compile():

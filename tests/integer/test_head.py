@@ -15,50 +15,39 @@ def logits(*shape, exponent=-12, seed=0):
     return Block(data, exponent), data.double() * 2.0**exponent
 
 
-@pytest.mark.parametrize("scale", [None, 0.4, 3.0])
+@pytest.mark.parametrize("scale", ["no last BN", None, 0.4, 3.0])
 @pytest.mark.parametrize("relu", [False, True])
 @pytest.mark.parametrize("positions", [(), (2, 3)])
 def test_loss_and_gradients_are_those_of_floating_point(scale, relu, positions):
     block, z = logits(24, *positions, 10)
     labels = torch.arange(24) % 10
-    norm = LastNorm(10, dim=-1, logit_scale=scale is not None).double()
+    norm = None if scale == "no last BN" else LastNorm(10, dim=-1, logit_scale=scale is not None).double()
+    scale = None if norm is None else scale
     if scale is not None:
         norm.logit_scale.data.fill_(scale)
+    head = Head(norm, None if scale is None else Parameter("s", torch.tensor([scale]), decayed=False), relu=relu)
     z.requires_grad_()
-    y = norm(z)
+    y = z if norm is None else norm(z)
     y = y.relu() if relu else y
     y = y.flatten(1, -2).mean(1) if positions else y
     right = F.cross_entropy(y, labels)
     (right * 24).backward()
-    own = None if scale is None else Parameter("s", torch.tensor([scale]), decayed=False)
-    head = Head(10, True, own, relu)
-    outcome = head.loss(block, labels)
-    assert outcome.loss == pytest.approx(right.item(), abs=1e-3)
-    assert outcome.correct == (y.argmax(1) == labels).sum()
-    error = outcome.error.data.view(z.shape).double() * 2.0**outcome.error.exponent
-    assert (error - z.grad).norm() < 2e-3 * z.grad.norm()
+    loss, correct, (error, exponent) = head.loss(block, labels)
+    assert loss == pytest.approx(right.item(), abs=1e-3)
+    assert correct == (y.argmax(1) == labels).sum()
+    assert (error * 2.0**exponent - z.grad).norm() < 2e-3 * z.grad.norm()
     if scale is not None:
         got = head.scale_grad.data.double() * 2.0**head.scale_grad.exponent
         assert got.item() == pytest.approx(norm.logit_scale.grad.item(), rel=5e-3)
-    mean, var = head.statistics()
-    assert torch.allclose(mean.double(), norm.running_mean, atol=1e-4)
-    assert torch.allclose(var.double(), norm.running_var, rtol=1e-3)
-
-
-def test_without_a_last_norm_it_is_cross_entropy():
-    block, z = logits(16, 7)
-    labels = torch.arange(16) % 7
-    z.requires_grad_()
-    right = F.cross_entropy(z, labels)
-    (right * 16).backward()
-    outcome = Head(7, False, None, False).loss(block, labels)
-    assert outcome.loss == pytest.approx(right.item(), abs=1e-3)
-    error = outcome.error.data.view(z.shape) * 2.0**outcome.error.exponent
-    assert (error - z.grad).norm() < 2e-3 * z.grad.norm()
+    if norm is not None:
+        mean, var = head.statistics()
+        assert torch.allclose(mean.double(), norm.running_mean, atol=1e-4)
+        assert torch.allclose(var.double(), norm.running_var, rtol=1e-3)
 
 
 def test_evaluation_uses_the_running_statistics():
-    head, norm = Head(5, True, None, False), LastNorm(5).double()
+    norm = LastNorm(5).double()
+    head = Head(norm)
     for seed in range(3):
         block, z = logits(32, 5, seed=seed)
         head.loss(block, torch.zeros(32, dtype=torch.int64))
@@ -68,10 +57,8 @@ def test_evaluation_uses_the_running_statistics():
 
 
 def test_constant_logits_do_not_divide_by_zero():
-    outcome = Head(3, True, None, False).loss(
-        Block(torch.full((4, 3), 5, dtype=torch.int32), -3), torch.zeros(4).long()
-    )
-    assert outcome.loss == pytest.approx(1.0986, abs=1e-3)
+    block = Block(torch.full((4, 3), 5, dtype=torch.int32), -3)
+    assert Head(LastNorm(3)).loss(block, torch.zeros(4).long())[0] == pytest.approx(1.0986, abs=1e-3)
 
 
 def test_roots_and_exponentials():
@@ -82,9 +69,9 @@ def test_roots_and_exponentials():
     assert error.abs().max() < 1e-3
 
 
-@pytest.mark.parametrize("normalised", [True, False])
-def test_evaluation_of_a_sample_does_not_depend_on_the_others(normalised):
-    head = Head(3, normalised, None, False)
+@pytest.mark.parametrize("norm", [LastNorm(3), None], ids=["last BN", "none"])
+def test_evaluation_of_a_sample_does_not_depend_on_the_others(norm):
+    head = Head(norm)
     data = torch.tensor([[1001, 5007, -3001], [2**24, 0, 0]], dtype=torch.int32)
     assert torch.equal(head.logits(Block(data, -10))[:1], head.logits(Block(data[:1], -10)))
 
@@ -92,45 +79,42 @@ def test_evaluation_of_a_sample_does_not_depend_on_the_others(normalised):
 @pytest.mark.parametrize("exponent", [-45, -28, 0, 12, 20])
 def test_evaluation_is_right_for_every_unit(exponent):
     block, z = logits(4, 5, exponent=exponent)
-    head, norm = Head(5, True, None, False), LastNorm(5).double().eval()
+    norm = LastNorm(5).double().eval()
     norm.running_mean.copy_(z.mean(0))
     norm.running_var.copy_(z.var(0))
-    head.start_from(norm.running_mean, norm.running_var)
-    got = head.logits(block) * 2.0**-Q
+    got = Head(norm).logits(block) * 2.0**-Q
     assert torch.allclose(got.double(), norm(z), atol=0.01)
 
 
 def test_the_variance_of_many_large_logits_does_not_wrap():
     data = torch.full((2**16, 1, 2), 2**20 - 1, dtype=torch.int32)
     data[::2] *= -1
-    head = Head(2, True, None, False)
-    outcome = head.loss(Block(data, -20), torch.zeros(2**16, dtype=torch.int64))
-    assert outcome.loss == pytest.approx(0.6931, abs=1e-3)
+    head = Head(LastNorm(2))
+    loss, _, _ = head.loss(Block(data, -20), torch.zeros(2**16, dtype=torch.int64))
+    assert loss == pytest.approx(0.6931, abs=1e-3)
     assert head.statistics()[1].tolist() == pytest.approx([1.0, 1.0], rel=1e-3)
 
 
-def test_units_far_from_one_do_not_wrap():
+@pytest.mark.parametrize("exponent", [-60, 15, 30, 60])
+def test_units_far_from_one_do_not_wrap(exponent):
     labels = torch.arange(16) % 7
-    usual = Head(7, True, None, False).loss(logits(16, 7, exponent=0)[0], labels)
-    for exponent in (-60, 15, 30, 60):
-        block, z = logits(16, 7, exponent=exponent)
-        head = Head(7, True, None, False)
-        outcome = head.loss(block, labels)
-        right = usual.loss if exponent > 0 else 1.9459  # below, all is less than eps
-        assert outcome.loss == pytest.approx(right, abs=1e-3)
-        if exponent > 0:
-            right = torch.stack([torch.ones(7), z.var(0).float()]).T @ torch.tensor([0.9, 0.1])
-            assert torch.allclose(head.statistics()[1], right, rtol=1e-3)
-        plain = Head(7, False, None, False).loss(block, labels)
-        assert plain.loss >= 0
-        if exponent == 15:
-            assert plain.correct == (z.argmax(1) == labels).sum()
+    block, z = logits(16, 7, exponent=exponent)
+    head = Head(LastNorm(7))
+    loss, _, _ = head.loss(block, labels)
+    usual, _, _ = Head(LastNorm(7)).loss(logits(16, 7, exponent=0)[0], labels)
+    assert loss == pytest.approx(usual if exponent > 0 else 1.9459, abs=1e-3)  # below, all is less than eps
+    if exponent > 0:
+        right = torch.stack([torch.ones(7), z.var(0).float()]).T @ torch.tensor([0.9, 0.1])
+        assert torch.allclose(head.statistics()[1], right, rtol=1e-3)
+    plain, correct, _ = Head(None).loss(block, labels)
+    assert plain >= 0
+    if exponent == 15:
+        assert correct == (z.argmax(1) == labels).sum()
 
 
 def test_positions_without_a_mean_and_labels_out_of_range_are_refused():
     block, _ = logits(4, 2, 2, 5)
-    head = Head(5, True, None, False, pooled=False, name="fc")
     with pytest.raises(IntegerError, match="fc: logits at 4 positions"):
-        head.loss(block, torch.zeros(4, dtype=torch.int64))
+        Head(LastNorm(5), pooled=False, name="fc").loss(block, torch.zeros(4, dtype=torch.int64))
     with pytest.raises(IntegerError, match="labels 0 to 5: there are 5 classes"):
-        Head(5, True, None, False).loss(block, torch.tensor([0, 1, 2, 5]))
+        Head(LastNorm(5)).loss(block, torch.tensor([0, 1, 2, 5]))

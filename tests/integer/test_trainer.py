@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from converted_networks import NETWORKS, batch, dry, fires, network
+from converted_networks import NETWORKS, batch, dry, fires, gradients, network
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -65,7 +65,6 @@ def test_weights_are_the_same_for_any_threads_and_micro_batches(name):
         torch.set_num_threads(1)
         whole = trained(name)
         assert same(whole, trained(name, micro_batch=1))
-        assert same(whole, trained(name, micro_batch=7))
         torch.set_num_threads(2)
         assert same(whole, trained(name))
         assert same(whole, trained(name, micro_batch=8))
@@ -76,16 +75,17 @@ def test_weights_are_the_same_for_any_threads_and_micro_batches(name):
 
 @pytest.mark.parametrize("name", ["resnet10", "vgg11"])
 def test_a_state_continues_bit_for_bit(name):
-    whole, first = trained(name, steps=3), trained(name, steps=2)
-    second = Trainer(network(name), lr=0.1, weight_decay=5e-4)
-    second.load_state_dict({k: v.clone() for k, v in first.state_dict().items()})
+    first, second = trained(name, steps=2), Trainer(network(name), lr=0.1, weight_decay=5e-4)
+    state = first.state_dict()
+    assert all(not value.is_floating_point() for value in state.values())
+    first.step(*batch(seed=2))  # which leaves the state as it was
+    second.load_state_dict(state)
     second.step(*batch(seed=2))
-    assert same(whole, second)
-    assert all(not value.is_floating_point() for value in second.state_dict().values())
+    assert same(first, second)
 
 
 def test_a_state_of_another_network_or_of_other_settings_is_refused():
-    with pytest.raises(IntegerError, match="another network"):
+    with pytest.raises(IntegerError, match=r"another network: .* is (missing|.* not there here)"):
         Trainer(network("mlp10"), lr=0.1).load_state_dict(trained("resnet10", 1).state_dict())
     state = trained("mlp10", 1).state_dict()
     model = models.build("mlp10", input="cifar", width=0.25, image=8, num_classes=10)
@@ -95,21 +95,13 @@ def test_a_state_of_another_network_or_of_other_settings_is_refused():
     for changed, name in (
         ({"seed": 1}, "seed was 0 and is 1"),
         ({"master_bits": 8}, "master_bits"),
-        ({"momentum": 0.5}, "momentum was 7 and is 4"),
+        ({"momentum": 0.5}, "momentum in eighths was 7 and is 4"),
         ({"rounding": "nearest"}, "stochastic rounding"),
     ):
         trainer = Trainer(network("mlp10"), lr=0.1, **changed)
         with pytest.raises(IntegerError, match=f"other settings: {name}"):
             trainer.load_state_dict(state)
         assert trainer.steps == 0
-
-
-def test_a_state_does_not_change_with_the_trainer():
-    trainer = trained("resnet10", 1)
-    state = trainer.state_dict()
-    copies = {name: value.clone() for name, value in state.items()}
-    trainer.step(*batch(seed=2))
-    assert all(torch.equal(copies[name], value) for name, value in state.items())
 
 
 class Zeros(nn.Module):
@@ -150,32 +142,39 @@ def test_logits_of_a_sample_do_not_depend_on_the_batch():
         assert torch.equal(trainer.logits(images)[:1], trainer.logits(images[:1]))
 
 
-def test_logits_and_codes_need_exponents_from_training_images():
+def test_logits_need_exponents_from_training_images():
     trainer = Trainer(network("mlp10"), lr=0.1)
-    images, labels = batch()
     with pytest.raises(IntegerError, match="before the first step"):
-        trainer.logits(images)
+        trainer.logits(IMAGES)
     assert trainer.input_exponent is None
-    with pytest.raises(IntegerError, match="codes without an exponent"):
-        trainer.step(torch.zeros(20, 8, 8, 3, dtype=torch.int8), labels)
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_images_that_are_not_finite_are_refused(value):
+def spoilt(value: float) -> tuple[Tensor, Tensor]:
     images, labels = batch()
     images[3, 0, 2, 2] = value
+    return images, labels
+
+
+IMAGES, LABELS = batch()
+
+
+@pytest.mark.parametrize(
+    ("images", "labels", "message"),
+    [
+        (*spoilt(float("nan")), "not finite"),
+        (*spoilt(float("inf")), "not finite"),
+        (IMAGES, LABELS[:-1], "use one int64 for each of 20"),
+        (IMAGES, LABELS.float(), "use one int64 for each of 20"),
+        (IMAGES, LABELS[:, None], "use one int64 for each of 20"),
+        (IMAGES[:1], LABELS[:1], "two samples"),
+        (torch.zeros(20, 8, 8, 3, dtype=torch.int8), LABELS, "codes without an exponent"),
+    ],
+)
+def test_a_batch_that_makes_no_sense_is_refused(images, labels, message):
     trainer = Trainer(network("mlp10"), lr=0.1)
-    with pytest.raises(IntegerError, match="not finite"):
+    with pytest.raises(IntegerError, match=message):
         trainer.step(images, labels)
     assert trainer.input_exponent is None
-
-
-def test_labels_that_do_not_fit_are_refused():
-    images, labels = batch()
-    trainer = Trainer(network("mlp10"), lr=0.1)
-    for wrong in (labels[:-1], labels.float(), labels[:, None]):
-        with pytest.raises(IntegerError, match="use one int64 for each of 20"):
-            trainer.step(images, wrong)
 
 
 def test_divergence_is_an_error():
@@ -214,33 +213,20 @@ def test_gradients_point_where_those_of_floating_point_do(name, least):
     right = F.cross_entropy(model.train()(images), labels)
     right.backward()
     assert loss == pytest.approx(right.item(), abs=0.1)
-    grads = dict(model.named_parameters())
-    for product in trainer.network.products:
-        for parameter, (data, exponent) in product.gradients():
-            value = data.double() * 2.0**exponent / 64
-            value = value.permute(0, 3, 1, 2) if value.dim() == 4 else value
-            want = grads[parameter.name].grad.double()
-            if parameter.centred:
-                value = value - value.flatten(1).mean(1).view(-1, *[1] * (value.dim() - 1))
-            if want.dim() > 1:
-                assert F.cosine_similarity(value.flatten(), want.flatten(), dim=0) > least, parameter.name
-                assert 0.7 < value.norm() / want.norm() < 1.3, parameter.name
-
-
-def test_gradients_of_residual_and_logit_scalars():
-    model = network("resnet10")
-    images, labels = batch(64)
-    trainer = Trainer(model, lr=0.0)
-    for _ in range(3):
-        trainer.step(images, labels)
-    F.cross_entropy(model.train()(images), labels).backward()
-    grads = {n: p.grad.item() for n, p in model.named_parameters() if p.numel() == 1}
-    pairs = [pair for product in trainer.network.products for pair in product.gradients()]
-    pairs.append((trainer.network.head.scale, trainer.network.head.scale_grad))
-    got = {p.name: data.item() * 2.0**exponent / 64 for p, (data, exponent) in pairs if data.numel() == 1}
-    assert got.keys() == grads.keys()
-    largest = max(map(abs, grads.values()))
-    assert all(abs(got[n] - grads[n]) < 0.3 * largest for n in grads)
+    wanted, found = {n: p.grad.double() for n, p in model.named_parameters()}, gradients(trainer, 64)
+    assert found.keys() == wanted.keys()
+    for p in trainer.network.parameters:
+        value, want = found[p.name], wanted[p.name]
+        if p.centred:
+            value = value - value.flatten(1).mean(1).view(-1, *[1] * (value.dim() - 1))
+        if want.dim() > 1:
+            assert F.cosine_similarity(value.flatten(), want.flatten(), dim=0) > least, p.name
+            assert 0.7 < value.norm() / want.norm() < 1.3, p.name
+    if name == "resnet10":  # whose scalars of branches and logits are trained, too
+        scalars = [n for n, want in wanted.items() if want.numel() == 1]
+        largest = max(abs(wanted[n]) for n in scalars)
+        assert len(scalars) > 4
+        assert all(abs(found[n] - wanted[n]) < 0.3 * largest for n in scalars)
 
 
 @pytest.mark.parametrize("name", ["resnet10", "vgg11", "mlp10"])
@@ -278,8 +264,7 @@ def test_networks_without_last_norm_or_norm_at_all_train():
     ("options", "message"),
     [
         ({"lr": -1.0}, "lr"),
-        ({"lr": 0.1, "momentum": 1.0}, "momentum=1.0: use a number"),
-        ({"lr": 0.1, "momentum": 0.95}, "0.875 is the largest"),
+        ({"lr": 0.1, "momentum": 0.95}, "momentum=0.95: integers have eighths, from 0 to 0.875"),
         ({"lr": 0.1, "rounding": "up"}, "stochastic"),
         ({"lr": 0.1, "master_bits": 17}, "use 8 to 16"),
     ],
@@ -287,8 +272,3 @@ def test_networks_without_last_norm_or_norm_at_all_train():
 def test_arguments_that_make_no_sense(options, message):
     with pytest.raises(IntegerError, match=message):
         Trainer(network("mlp10"), **options)
-
-
-def test_a_single_sample_is_refused():
-    with pytest.raises(IntegerError, match="two samples"):
-        Trainer(network("mlp10"), lr=0.1).step(*batch(1))

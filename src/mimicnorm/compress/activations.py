@@ -72,7 +72,7 @@ class _Gated(torch.autograd.Function):
         encoded, codes = pair
         made.append(encoded)
         ctx.save_for_backward(codes)
-        ctx.encoded = (code, *encoded.whole.geometry[:2])
+        ctx.encoded = (code, *encoded.geometry[:2])
         return y
 
     @staticmethod

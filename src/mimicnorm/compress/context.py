@@ -5,18 +5,16 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.hooks import RemovableHandle
 
 from mimicnorm.compress.codec import BITS
 from mimicnorm.compress.roles import Roles
-from mimicnorm.compress.store import Hooks, Kept, Store, View
+from mimicnorm.compress.store import Hooks, Store
 from mimicnorm.errors import CompressionError
 
 _passes = itertools.count()  # of this process: each has random numbers of its own
@@ -63,7 +61,7 @@ class saved_activations:
         seed = torch.initial_seed() + (next(_passes) << 20) if self.seed is None else self.seed
         self._store = Store(seed, outer)
         pack = _outside_modes(self._store.pack)
-        self._hooks = saved_tensors_hooks(pack, _unpack)
+        self._hooks = saved_tensors_hooks(pack, lambda saved: saved.tensor())
         self._mode = Roles(self._store, self.bits, lambda: (_top_hooks() or (None,))[0] is pack)
         self._store.saves_in_role = self._mode.saves_in_role
         self._hooks.__enter__()
@@ -97,10 +95,6 @@ def _outside_modes(pack: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
     return packed
 
 
-def _unpack(saved: View | Kept) -> Tensor:
-    return saved.tensor()
-
-
 def enable_(model: nn.Module, bits: int = 8, *, seed: int | None = None) -> Enabled:
     """Run every forward pass of a model in ``saved_activations``; returns a handle whose ``remove()`` ends that.
 
@@ -122,37 +116,28 @@ def enable_(model: nn.Module, bits: int = 8, *, seed: int | None = None) -> Enab
                 f"{name or type(module).__name__!r} is compiled, and what compiled code saves has lost its role: "
                 "enable the model without torch.compile"
             )
-    passes = _Passes(bits, seed)
-    before = model.register_forward_pre_hook(passes.enter)
-    after = model.register_forward_hook(passes.exit, always_call=True)
-    return Enabled(before, after)
+    return Enabled(model, bits, seed)
 
 
-@dataclass(frozen=True)
 class Enabled:
-    """What ``enable_`` did to a model."""
+    """What ``enable_`` did to a model: each forward pass runs in ``saved_activations``; one may run inside another."""
 
-    before: RemovableHandle
-    after: RemovableHandle
+    def __init__(self, model: nn.Module, bits: int, seed: int | None):
+        self.bits, self.seed = bits, seed
+        self._open: list[saved_activations] = []
+        self.before = model.register_forward_pre_hook(self._enter)
+        self.after = model.register_forward_hook(self._exit, always_call=True)
 
     def remove(self) -> None:
         """Save activations as PyTorch does again."""
         self.before.remove()
         self.after.remove()
 
-
-class _Passes:
-    """The forward passes of an enabled model; one may run inside another."""
-
-    def __init__(self, bits: int, seed: int | None):
-        self.bits, self.seed = bits, seed
-        self.open: list[saved_activations] = []
-
-    def enter(self, _module: nn.Module, _args: Any) -> None:
+    def _enter(self, _module: nn.Module, _args: Any) -> None:
         context = saved_activations(self.bits, seed=self.seed)
         if self.seed is not None:
             self.seed += 2**20
-        self.open.append(context.__enter__())
+        self._open.append(context.__enter__())
 
-    def exit(self, _module: nn.Module, _args: Any, _output: Any) -> None:
-        self.open.pop().__exit__(*sys.exc_info())
+    def _exit(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        self._open.pop().__exit__(*sys.exc_info())

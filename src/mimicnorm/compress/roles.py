@@ -134,15 +134,8 @@ def _gate(mode: Roles, func: _Call, x: Tensor, args: tuple, kwargs: dict) -> Ten
     return gated(mode.store, mode.bits, gate, lambda t: func(t, *args, **kwargs), x)
 
 
-def _curved(mode: Roles, func: _Call, x: Tensor, args: tuple, kwargs: dict) -> Tensor:
-    mode.mark(x, mode.at_least_8)
-    y = func(x, *args, **kwargs)
-    mode.mark(y, mode.signed)
-    return y
-
-
-def _slope(mode: Roles, func: _Call, x: Tensor, args: tuple, kwargs: dict) -> Tensor:
-    mode.mark(x, mode.signed)
+def _activation(mode: Roles, func: _Call, x: Tensor, args: tuple, kwargs: dict) -> Tensor:
+    mode.mark(x, mode.at_least_8 if func in CURVED else mode.signed)
     y = func(x, *args, **kwargs)
     mode.mark(y, mode.signed)
     return y
@@ -177,8 +170,7 @@ def _pool(pool: Callable[..., Tensor | None], mode: Roles, func: _Call, x: Tenso
 
 _RULES: dict[Any, Callable[[Roles, _Call, Tensor, tuple, dict], Any]] = {
     **dict.fromkeys(GATES, _gate),
-    **dict.fromkeys(CURVED, _curved),
-    **dict.fromkeys(SLOPES, _slope),
+    **dict.fromkeys((*CURVED, *SLOPES), _activation),
     **dict.fromkeys(WEIGHT_LAYERS, _weight_layer),
     **dict.fromkeys(NORMS, _norm),
     **dict.fromkeys(MAX_POOLS, partial(_pool, pooling.max_pool2d)),

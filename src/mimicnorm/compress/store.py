@@ -20,6 +20,8 @@ from mimicnorm.compress.codec import Code, Kind, Payload, encode
 from mimicnorm.errors import CompressionError
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+Geometry = tuple[torch.Size, tuple[int, ...], int]
+"""Size, stride and offset."""
 
 
 class Kept:
@@ -53,57 +55,61 @@ def refuse_second_derivatives(code: Code) -> None:
         )
 
 
-@dataclass(frozen=True, eq=False)
-class View:
-    """What the graph holds in place of an activation: a view of an encoded buffer."""
+@dataclass(eq=False)
+class Encoded:
+    """An encoded buffer, and which part of a storage it stands for: a dense range, or one tensor with gaps.
+
+    Attributes:
+        code: What its codes mean.
+        codes: The codes.
+        scales: The scale of each group.
+        count: How many numbers there are.
+        dtype: Of the numbers.
+        geometry: Size, stride and offset in the buffer of the tensor that was encoded.
+        start: Where the buffer starts in the storage.
+        version: Of the storage, when it was encoded; in-place operations make another.
+        gaps: Size, stride and offset in the storage, if the tensor had gaps and a dense copy was encoded; or None.
+    """
 
     code: Code
     codes: Kept
     scales: Kept
     count: int
     dtype: torch.dtype
-    geometry: tuple[torch.Size, tuple[int, ...], int]
-
-    def tensor(self) -> Tensor:
-        """Decode."""
-        refuse_second_derivatives(self.code)
-        payload = Payload(self.code, self.codes.tensor(), self.scales.tensor(), self.count, self.dtype)
-        return payload.decode().as_strided(*self.geometry)
-
-
-@dataclass(eq=False)
-class Encoded:
-    """An encoded buffer, and which part of a storage it stands for: a dense range, or one tensor with gaps.
-
-    Attributes:
-        whole: The view that is the tensor itself, or its dense copy where it had gaps.
-        start: Where the buffer starts in the storage.
-        version: Of the storage, when it was encoded; in-place operations make another.
-        gaps: Size, stride and offset of the tensor that was copied, or None.
-    """
-
-    whole: View
+    geometry: Geometry
     start: int
     version: int
-    gaps: tuple | None
+    gaps: Geometry | None
 
     def covers(self, tensor: Tensor) -> bool:
         """Whether a tensor of the same storage can be read from the buffer."""
-        if tensor._version != self.version or tensor.dtype != self.whole.dtype:
+        if tensor._version != self.version or tensor.dtype != self.dtype:
             return False
         if self.gaps is not None:
             return self.gaps == _geometry(tensor)
         first = tensor.storage_offset()
         last = first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        return self.start <= first and last < self.start + self.whole.count
+        return self.start <= first and last < self.start + self.count
 
     def view(self, tensor: Tensor) -> View:
         """Return the view that a tensor is."""
-        if self.gaps is not None:
-            return self.whole
         size, stride, offset = _geometry(tensor)
-        w = self.whole
-        return View(w.code, w.codes, w.scales, w.count, w.dtype, (size, stride, offset - self.start))
+        return View(self, self.geometry if self.gaps is not None else (size, stride, offset - self.start))
+
+
+@dataclass(frozen=True, eq=False)
+class View:
+    """What the graph holds in place of an activation: a view of an encoded buffer."""
+
+    encoded: Encoded
+    geometry: Geometry
+
+    def tensor(self) -> Tensor:
+        """Decode."""
+        e = self.encoded
+        refuse_second_derivatives(e.code)
+        flat = Payload(e.code, e.codes.tensor(), e.scales.tensor(), e.count, e.dtype).decode()
+        return flat.as_strided(*self.geometry)
 
 
 @dataclass(eq=False)
@@ -135,7 +141,7 @@ class Store:
     def kind(self, tensor: Tensor) -> Kind | None:
         """Return what is known about a tensor's numbers."""
         entry = self._entry(tensor)
-        kinds = [encoded.whole.code.kind for encoded in entry.encoded if encoded.covers(tensor)]
+        kinds = [encoded.code.kind for encoded in entry.encoded if encoded.covers(tensor)]
         code = entry.marks.get(tensor._version)
         return kinds[0] if kinds else None if code is None else code.kind
 
@@ -148,10 +154,9 @@ class Store:
         dense = torch.ops.aten.is_non_overlapping_and_dense(tensor)
         buffer = tensor if dense else tensor.clone()
         p = encode(buffer.as_strided((buffer.numel(),), (1,)), code, self._seed)
-        geometry = (tensor.shape, buffer.stride(), 0)
-        whole = View(code, self.keep(p.codes), self.keep(p.scales), p.count, p.dtype, geometry)
-        gaps = None if dense else _geometry(tensor)
-        return Encoded(whole, _geometry(tensor)[2], tensor._version, gaps), p.codes
+        whole, gaps = (tensor.shape, buffer.stride(), 0), None if dense else _geometry(tensor)
+        codes, scales, start = self.keep(p.codes), self.keep(p.scales), tensor.storage_offset()
+        return Encoded(code, codes, scales, p.count, p.dtype, whole, int(start), tensor._version, gaps), p.codes
 
     def add(self, tensor: Tensor, encoded: Encoded) -> None:
         """Have everybody who saves a tensor or its views hold what it was encoded to."""
@@ -201,5 +206,5 @@ def _drop(entries: dict[int, _Entry], key: int, _dead: weakref.ref) -> None:
     entries.pop(key, None)
 
 
-def _geometry(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+def _geometry(tensor: Tensor) -> Geometry:
     return tensor.shape, tensor.stride(), int(tensor.storage_offset())

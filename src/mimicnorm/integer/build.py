@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,9 +14,8 @@ from mimicnorm.errors import IntegerError
 from mimicnorm.integer import layers
 from mimicnorm.integer.convolve import Geometry
 from mimicnorm.integer.head import Head
-from mimicnorm.integer.layers import Product
 from mimicnorm.integer.matmul import ROWS
-from mimicnorm.integer.network import Network, Node
+from mimicnorm.integer.network import Network
 from mimicnorm.integer.operation import Operation
 from mimicnorm.integer.parameters import Parameter
 from mimicnorm.integer.requantise import Requantise
@@ -22,9 +23,21 @@ from mimicnorm.layers import Derived, LastNorm, LastNormed, WeightMean
 from mimicnorm.layers.reweight import ScaledWeight
 
 _ADD = (operator.add, operator.iadd, torch.add)
-_FLATTEN = (torch.flatten, "flatten")
-_RELU = (torch.relu, torch.nn.functional.relu, "relu")
-_DROPOUT = {0.5: 1, 0.75: 2}  # what is left counts 2 or 4 times
+_MODULES: dict[Any, Callable[..., nn.Module]] = {
+    **dict.fromkeys((torch.relu, torch.nn.functional.relu, "relu"), nn.ReLU),
+    **dict.fromkeys((torch.flatten, "flatten"), lambda start_dim=0, end_dim=-1: nn.Flatten(start_dim, end_dim)),
+}
+"""Functions, and the modules that do the same."""
+_BY_KIND: dict[str, Callable[[str], Operation]] = {
+    "relu": functools.partial(Requantise, relu=True),
+    "mean": layers.MeanPool,
+    "view": layers.Flatten,
+}
+"""What the head can do, too, if it follows the last BN in this order."""
+_LAST_BN = (
+    "a last BN that is not between the last layer and the output: only a ReLU, the mean over positions and a view may "
+    "follow it, in this order"
+)
 
 
 def build(model: nn.Module, *, master_bits: int, decay_scalars: bool, scalar_rate: float) -> Network:
@@ -34,6 +47,10 @@ def build(model: nn.Module, *, master_bits: int, decay_scalars: bool, scalar_rat
         IntegerError: With every module and function that has no integer form, by qualified name.
     """
     return _Builder(model, master_bits, decay_scalars, scalar_rate).network()
+
+
+class _NoForm(Exception):
+    """Says why a module or function has no integer form."""
 
 
 class _Tracer(fx.Tracer):
@@ -48,67 +65,32 @@ class _Builder:
     def __init__(self, model: nn.Module, master_bits: int, decay_scalars: bool, scalar_rate: float):
         self.model, self.bits, self.decay_scalars, self.scalar_rate = model, master_bits, decay_scalars, scalar_rate
         self.names = {id(p): name for name, p in model.named_parameters()}
-        self.nodes: list[Node] = []
-        self.kinds: list[str] = []  # of each node: codes, sum (to be requantised), logits (past the last BN)
-        self.where: dict[fx.Node, int] = {}
+        self.operations: list[Operation] = []
+        self.where: dict[fx.Node, int] = {}  # which operation makes a node's value; -1 is the network's input
         self.parameters: dict[int, Parameter] = {}
         self.refusals: list[tuple[str, str]] = []
-        self.norm: LastNorm | None = None
-        self.relu_after_norm = self.pooled = self.flattened = False  # what follows the last BN
 
     def network(self) -> Network:
         self._refuse_hooks_and_devices()
-        graph = self._traced()
-        for node in graph.nodes:
-            if node.op == "output":
-                break
-            self._read(node)
-        self._refuse()
-        if not isinstance(node.args[0], fx.Node):
+        *nodes, output = self._traced().nodes
+        if not isinstance(output.args[0], fx.Node):
             raise IntegerError("the output must be one tensor of logits, not a dict, list or tuple")
-        end = self.where[node.args[0]]
-        read = {i for entry in self.nodes for i in entry.inputs} | {end}
-        unread = [entry.operation.name for i, entry in enumerate(self.nodes) if i not in read]
-        self.refusals += [(name, "a layer whose output nobody reads") for name in unread]
-        self._refuse()
-        if end < 0 or self.kinds[end] == "codes":
-            raise IntegerError("the output must be the logits of a convolution or linear layer, with a last BN or not")
-        last = self.nodes[end].operation
-        if isinstance(last, layers.Add):
-            raise IntegerError(f"{last.name}: logits that are a sum of layers have no integer form")
-        head = self._head(last)
-        self._refuse()
-        for number, entry in enumerate(self.nodes):
-            entry.operation.place = f"{number}"
-        return Network(self.nodes, head, list(self.parameters.values()))
-
-    def _head(self, last: Operation) -> Head:
-        norm = self.norm
-        if norm is None:
-            return Head(1, False, None, False, pooled=False, name=last.name)
-        scale = None if norm.logit_scale is None else self._parameter(norm.logit_scale, decayed=False)
-        average = round(1 / norm.momentum) if norm.momentum else 0
-        if not average or abs(average * norm.momentum - 1) > 0.02:  # pyrefly: ignore
-            self.refusals.append((last.name, f"a last BN with momentum={norm.momentum}; 1/n has one, such as 0.1"))
-            average = 10
-        head = Head(norm.num_features, True, scale, self.relu_after_norm, norm.eps, average, self.pooled, last.name)
-        if norm.running_mean is not None and norm.running_var is not None:
-            head.start_from(norm.running_mean, norm.running_var)
-        return head
-
-    def _traced(self) -> fx.Graph:
-        try:
-            return _Tracer().trace(self.model)
-        except Exception as error:  # a forward may do anything with a traced value
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        self.logits, norm, tail = self._tail(output.args[0])
+        for node in nodes:
+            try:
+                if node not in tail:
+                    self._read(node)
+            except _NoForm as why:
+                self.refusals.append((self._name(node), str(why)))
+        self._raise_refusals()
+        if self._makes(self.where[self.logits]) != "product":
             raise IntegerError(
-                f"{type(self.model).__name__} cannot be traced for integer training: {reason}"
-            ) from error
-
-    def _refuse(self) -> None:
-        if self.refusals:
-            listed = "; ".join(f"{name}: {why}" for name, why in self.refusals)
-            raise IntegerError(f"there is no integer form of {listed}", self.refusals)
+                "the output must be the logits of one convolution or linear layer, with a last BN or not; logits that "
+                "are a sum of layers have no integer form"
+            )
+        head = self._head(norm, [tail[node] for node in nodes if node in tail])
+        self._raise_refusals()
+        return Network(self.operations, head, list(self.parameters.values()))
 
     def _refuse_hooks_and_devices(self) -> None:
         for name, module in self.model.named_modules():
@@ -118,166 +100,153 @@ class _Builder:
         for name, tensor in self.model.named_parameters():
             if tensor.device.type != "cpu":
                 self.refusals.append((name, f"a parameter on {tensor.device}; integers are trained on the CPU"))
-        self._refuse()
+        self._raise_refusals()
+
+    def _raise_refusals(self) -> None:
+        if self.refusals:
+            listed = "; ".join(f"{name}: {why}" for name, why in self.refusals)
+            raise IntegerError(f"there is no integer form of {listed}", self.refusals)
+
+    def _traced(self) -> fx.Graph:
+        """Return the graph without what only passes its input on."""
+        try:
+            graph = _Tracer().trace(self.model)
+        except Exception as error:  # a forward may do anything with a traced value
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise IntegerError(
+                f"{type(self.model).__name__} cannot be traced for integer training: {reason}"
+            ) from error
+        for node in list(graph.nodes):
+            if isinstance(module := self._module(node), nn.Identity | nn.Dropout) and getattr(module, "p", 0) == 0:
+                node.replace_all_uses_with(node.all_input_nodes[0])
+                graph.erase_node(node)
+        return graph
+
+    def _tail(self, output: fx.Node) -> tuple[fx.Node, LastNorm | None, dict[fx.Node, str]]:
+        """Walk back from the output to the last BN.
+
+        Returns:
+            The node that makes the logits, the last BN, and the nodes whose work the head does, each with its kind.
+            Without a last BN: the output, None and no nodes.
+        """
+        node, tail = output, {}
+        while kind := _kind(self._module(node)):
+            tail[node] = kind
+            node = node.all_input_nodes[0]
+        module = self._module(node)
+        if isinstance(module, LastNorm):
+            return node.all_input_nodes[0], module, {**tail, node: "norm"}
+        norm = getattr(module, "last_norm", None)
+        return (output, None, {}) if norm is None else (node, norm, tail)
+
+    def _head(self, norm: LastNorm | None, tail: list[str]) -> Head:
+        name = self._name(self.logits)
+        if norm is None:
+            return Head(None, name=name, pooled=False)
+        if tail != sorted(tail, key=["norm", *_BY_KIND].index):
+            self.refusals.append((name, _LAST_BN))
+        if not norm.momentum or abs(round(1 / norm.momentum) * norm.momentum - 1) > 0.02:
+            self.refusals.append((name, f"a last BN with momentum={norm.momentum}; 1/n has one, such as 0.1"))
+            self._raise_refusals()
+        scale = None if norm.logit_scale is None else self._parameter(norm.logit_scale, decayed=False)
+        return Head(norm, scale, relu="relu" in tail, pooled="mean" in tail, name=name)
 
     # -- one node of the trace --------------------------------------------------------------------------------------
 
+    def _name(self, node: fx.Node) -> str:
+        """Return the qualified name of a module, or of the one whose forward called a function."""
+        if node.op in ("placeholder", "get_attr", "call_module"):
+            return str(node.target)
+        stack = node.meta.get("nn_module_stack") or {"": [""]}
+        return str(next(reversed(stack.values()))[0]) or type(self.model).__name__
+
+    def _module(self, node: fx.Node) -> nn.Module | None:
+        """Return the module that a node calls, or one that does the same as its function."""
+        if node.op == "call_module":
+            return self.model.get_submodule(str(node.target))
+        known = node.op in ("call_function", "call_method") and node.target in _MODULES
+        return _MODULES[node.target](*node.args[1:], **node.kwargs) if known and not _tensors(node.kwargs) else None
+
     def _read(self, node: fx.Node) -> None:
+        """Append the integer form of a node."""
         if node.op == "placeholder":
             if self.where and node.users:
-                self.refusals.append((str(node.target), "a second input of the network"))
+                raise _NoForm("a second input of the network")
             self.where[node] = -1
             return
-        if any(isinstance(a, fx.Node) for a in _flat(list(node.kwargs.values()))):
-            self.refusals.append((_name(node) or type(self.model).__name__, "an input that is given by keyword"))
-            return
-        sources = [a for a in _flat(node.args) if isinstance(a, fx.Node)]
-        if node.op == "get_attr" or any(a not in self.where for a in sources):
-            if node.op == "get_attr":
-                self.refusals.append((str(node.target), "a tensor that is used outside a layer"))
-            return  # what reads something refused has been named there
-        inputs = tuple(self.where[a] for a in sources)
-        name = _name(node) or type(self.model).__name__
-        if any(i >= 0 and self.kinds[i] == "logits" for i in inputs) and not self._behind_logits(node):
-            why = "an operation behind the last BN"
-        elif node.op == "call_module":
-            why = self._module(node, name, self.model.get_submodule(name), inputs)
-        else:
-            why = self._function(node, name, inputs)
-        if why:
-            self.refusals.append((name, why))
+        if not node.users:
+            raise _NoForm("a layer whose output nobody reads")
+        if node.op == "get_attr":
+            raise _NoForm("a tensor that is used outside a layer")
+        if _tensors(node.kwargs):
+            raise _NoForm("an input that is given by keyword")
+        sources = _tensors(node.args)
+        if any(source not in self.where for source in sources):
+            return  # what reads something refused cannot be judged
+        inputs = [self.where[source] for source in sources]
+        operation = self._operation(node, inputs)
+        number = self._append(operation, inputs if operation.reads_sums else [self._codes(i) for i in inputs])
+        readers = sum(_tensors(user.args).count(node) for user in node.users)
+        self.where[node] = number if readers == 1 else self._codes(number)  # an error reaches a layer as one block
 
-    def _behind_logits(self, node: fx.Node) -> bool:
-        """Whether the head can do it: a ReLU, the mean over positions, a view."""
-        if node.op == "call_module":
-            module = self.model.get_submodule(str(node.target))
-            return isinstance(module, nn.ReLU | nn.AdaptiveAvgPool2d | nn.Flatten | nn.Identity)
-        return node.target in (*_FLATTEN, *_RELU)
-
-    def _module(self, node: fx.Node, name: str, module: nn.Module, inputs: tuple[int, ...]) -> str:
-        if isinstance(module, nn.Conv2d | nn.Linear):
-            why = _unfit(module)
-            if not why and id(module.weight) not in self.names:
-                why = "a weight that is made from other parameters"
-            if not why:
-                self._product(node, name, module, inputs)
-            return why
-        if isinstance(module, LastNorm):
-            return self._last_norm(node, module, inputs)
-        if isinstance(module, nn.ReLU):
-            return self._relu(node, name, inputs)
-        if self._is_alias(module):
-            self.where[node] = inputs[0]
-            return ""
-        if isinstance(module, nn.Flatten) and (module.start_dim, module.end_dim) == (1, -1):
-            return self._flatten(node, name, inputs)
-        if isinstance(module, nn.Dropout):
-            if module.p not in _DROPOUT:
-                return f"Dropout({module.p}); 0.5 and 0.75 have one, as what is left counts 2 or 4 times"
-            self._on_codes(node, layers.Dropout(name, _DROPOUT[module.p]), inputs)
-            return ""
-        if isinstance(module, nn.MaxPool2d) and _pair(module.dilation) == (1, 1) and not module.return_indices:
-            stride = _pair(module.stride or module.kernel_size)
-            geometry = Geometry(_pair(module.kernel_size), stride, _pair(module.padding))
-            if geometry.kernel[0] * geometry.kernel[1] > 256:
-                return "max pooling over more than 256 positions"
-            self._on_codes(node, layers.MaxPool(name, geometry, module.ceil_mode), inputs)
-            return ""
-        if isinstance(module, nn.AdaptiveAvgPool2d) and module.output_size in (1, (1, 1), [1, 1]):
-            return self._mean(node, name, inputs)
-        return f"{type(module).__name__}{_advice(module)}"
-
-    def _function(self, node: fx.Node, name: str, inputs: tuple[int, ...]) -> str:
-        target = node.target
-        if target in _ADD and len(inputs) == 2 and not node.kwargs:
-            self._sum(node, layers.Add(name), inputs)
-            return ""
-        if target is torch.cat and (node.args[1:], node.kwargs) in (((1,), {}), ((), {"dim": 1})):
-            self._on_codes(node, layers.Concat(name), inputs)
-            return ""
-        if target in _FLATTEN and node.args[1:] == (1,) and not node.kwargs:
-            return self._flatten(node, name, inputs)
-        if target in _RELU:
-            return self._relu(node, name, inputs)
-        return f"the function {getattr(target, '__name__', target)}"
+    def _operation(self, node: fx.Node, inputs: list[int]) -> Operation:
+        name, module = self._name(node), self._module(node)
+        if kind := _kind(module):
+            return _BY_KIND[kind](name)
+        if node.target in _ADD and len(inputs) == 2 and not node.kwargs:
+            return layers.Add(name)
+        if node.target is torch.cat and (node.args[1:], node.kwargs) in (((1,), {}), ((), {"dim": 1})):
+            return layers.Concat(name)
+        match module:
+            case nn.Conv2d() | nn.Linear():
+                return self._product(node, module, inputs[0])
+            case nn.MaxPool2d(dilation=1 | (1, 1), return_indices=False):
+                kernel, stride = _pair(module.kernel_size), _pair(module.stride or module.kernel_size)
+                return layers.MaxPool(name, Geometry(kernel, stride, _pair(module.padding)), module.ceil_mode)
+            case nn.Dropout(p=0.5 | 0.75):
+                return layers.Dropout(name, {0.5: 1, 0.75: 2}[module.p])
+            case nn.Dropout():
+                raise _NoForm(f"Dropout({module.p}); 0.5 and 0.75 have one, as what is left counts 2 or 4 times")
+            case LastNorm():
+                raise _NoForm(_LAST_BN)
+            case None:
+                raise _NoForm(f"the function {getattr(node.target, '__name__', node.target)}")
+        called = type(module).__name__
+        advice = " (convert the network first: convert_(model, MimicNorm(), ...))" if "Norm" in called else ""
+        raise _NoForm(f"{called}{advice}")
 
     # -- operations -------------------------------------------------------------------------------------------------
 
-    def _append(self, operation: Operation, inputs: tuple[int, ...], kind: str) -> int:
-        self.nodes.append(Node(operation, inputs))
-        self.kinds.append(kind)
-        return len(self.nodes) - 1
+    def _append(self, operation: Operation, inputs: list[int]) -> int:
+        operation.inputs, operation.place = tuple(inputs), str(len(self.operations))
+        self.operations.append(operation)
+        return len(self.operations) - 1
 
     def _codes(self, number: int) -> int:
-        """Return a node that gives the same as codes: a sum is requantised once, for all who read it."""
-        if number < 0 or self.kinds[number] == "codes":
+        """Return the operation that makes the same values as codes; append it if there is none."""
+        if self._makes(number) == "codes":
             return number
-        for i, node in enumerate(self.nodes):
-            if node.inputs == (number,) and isinstance(node.operation, Requantise) and not node.operation.relu:
-                return i
-        return self._append(Requantise(self.nodes[number].operation.name, relu=False), (number,), "codes")
+        return self._append(Requantise(self.operations[number].name, relu=False), [number])
 
-    def _on_codes(self, node: fx.Node, operation: Operation, inputs: tuple[int, ...]) -> None:
-        self.where[node] = self._append(operation, tuple(self._codes(i) for i in inputs), "codes")
+    def _makes(self, number: int) -> str:
+        """Return what an operation makes, seen through views: "codes", a "product" or a "sum"."""
+        viewed = self._viewed(number)
+        return "codes" if viewed < 0 else self.operations[viewed].makes
 
-    def _sum(self, node: fx.Node, operation: Operation, inputs: tuple[int, ...]) -> None:
-        self.where[node] = self._append(operation, inputs, "sum")
-        if self._readers(node) > 1:  # an error must reach a layer as one block
-            self.where[node] = self._codes(self.where[node])
+    def _viewed(self, number: int) -> int:
+        """Return the operation whose values a view shows."""
+        while number >= 0 and self.operations[number].makes == "view":
+            (number,) = self.operations[number].inputs
+        return number
 
-    def _readers(self, node: fx.Node) -> int:
-        """Count who reads a value; an `nn.Identity` reads nothing, but those who read it do."""
-        count = 0
-        for user in node.users:
-            times = sum(a is node for a in _flat(user.args))
-            alias = user.op == "call_module" and self._is_alias(self.model.get_submodule(str(user.target)))
-            count += self._readers(user) if alias else times
-        return count
-
-    def _is_alias(self, module: nn.Module) -> bool:
-        return isinstance(module, nn.Identity) or (isinstance(module, nn.Dropout) and module.p == 0)
-
-    def _relu(self, node: fx.Node, name: str, inputs: tuple[int, ...]) -> str:
-        if inputs[0] < 0:
-            return "a ReLU on the network's input"
-        if self.kinds[inputs[0]] == "logits":
-            if self.pooled:
-                return "a ReLU behind the mean of the last BN's output; before the mean it has one"
-            self.relu_after_norm, self.where[node] = True, inputs[0]
-            return ""
-        self.where[node] = self._append(Requantise(name, relu=True), inputs, "codes")
-        return ""
-
-    def _flatten(self, node: fx.Node, name: str, inputs: tuple[int, ...]) -> str:
-        if inputs[0] >= 0 and self.kinds[inputs[0]] == "logits":
-            self.flattened, self.where[node] = True, inputs[0]
-        elif inputs[0] >= 0 and self.kinds[inputs[0]] == "sum":
-            self._sum(node, layers.Flatten(name), inputs)
-        else:
-            self.where[node] = self._append(layers.Flatten(name), inputs, "codes")
-        return ""
-
-    def _mean(self, node: fx.Node, name: str, inputs: tuple[int, ...]) -> str:
-        if inputs[0] >= 0 and self.kinds[inputs[0]] == "logits":  # the head takes the mean over positions
-            if self.flattened:
-                return "a mean behind a view of the last BN's output"
-            self.pooled, self.where[node] = True, inputs[0]
-        else:
-            self._sum(node, layers.MeanPool(name), (self._codes(inputs[0]),))
-        return ""
-
-    def _last_norm(self, node: fx.Node, module: LastNorm, inputs: tuple[int, ...]) -> str:
-        if self.norm is not None or inputs[0] < 0 or self.kinds[inputs[0]] != "sum":
-            return "a last BN that is not the only one, or not directly behind a layer"
-        if isinstance(self.nodes[inputs[0]].operation, layers.Add):
-            return "a last BN behind a sum"
-        self.norm, self.where[node] = module, inputs[0]
-        self.kinds[inputs[0]] = "logits"
-        return ""
-
-    def _product(self, node: fx.Node, name: str, module: nn.Conv2d | nn.Linear, inputs: tuple[int, ...]) -> None:
+    def _product(self, node: fx.Node, module: nn.Conv2d | nn.Linear, source: int) -> layers.Product:
+        _require_form(module)
+        if id(module.weight) not in self.names:
+            raise _NoForm("a weight that is made from other parameters")
+        if isinstance(module, LastNormed) and node is not self.logits:
+            raise _NoForm(_LAST_BN)
         weight: Tensor = module.weight.detach()
-        geometry = None
+        geometry = Geometry()
         if isinstance(module, nn.Conv2d):
             weight = weight.permute(0, 2, 3, 1)
             geometry = Geometry(_pair(module.kernel_size), _pair(module.stride), _pair(module.padding))
@@ -285,22 +254,14 @@ class _Builder:
         if centred:
             weight = weight - weight.flatten(1).mean(1).view(-1, *[1] * (weight.dim() - 1))
         scale = getattr(module, "residual_scale", None)
-        source = self._codes(inputs[0])
-        product = Product(
-            name,
+        return layers.Product(
+            self._name(node),
             self._parameter(module.weight, weight.contiguous(), bits=self.bits, centred=centred),
             None if module.bias is None else self._parameter(module.bias, decayed=self.decay_scalars),
             None if scale is None else self._parameter(scale, decayed=self.decay_scalars),
             geometry,
-            reads_input=source < 0 or (self.nodes[source].inputs == (-1,) and self._is_view(source)),
+            reads_input=self._viewed(source) < 0,
         )
-        self._sum(node, product, (source,))
-        norm = getattr(module, "last_norm", None)
-        if norm is not None and self._last_norm(node, norm, (self.where[node],)):
-            self.refusals.append((f"{name}.last_norm", "a second last BN"))
-
-    def _is_view(self, number: int) -> bool:
-        return isinstance(self.nodes[number].operation, layers.Flatten)
 
     def _parameter(self, own: Tensor, values: Tensor | None = None, **settings: Any) -> Parameter:
         name = self.names[id(own)]
@@ -314,47 +275,49 @@ class _Builder:
         return made
 
 
-def _unfit(module: nn.Conv2d | nn.Linear) -> str:
-    """Say why a layer has no integer form, or nothing."""
+def _kind(module: nn.Module | None) -> str | None:
+    """Return which of `_BY_KIND` a module is."""
+    match module:
+        case nn.ReLU():
+            return "relu"
+        case nn.AdaptiveAvgPool2d(output_size=1 | (1, 1)):
+            return "mean"
+        case nn.Flatten(start_dim=1, end_dim=-1):
+            return "view"
+    return None
+
+
+def _require_form(module: nn.Conv2d | nn.Linear) -> None:
+    """Raise if a layer has no integer form."""
     base: Any = type(module)
     while issubclass(base, Derived) and "mixin" in base.__dict__:
         if not issubclass(base.mixin, WeightMean | LastNormed) and base.mixin is not ScaledWeight:
-            return f"{type(module).__name__}, which makes its weight in floating point"
+            raise _NoForm(f"{type(module).__name__}, which makes its weight in floating point")
         base = base.base
     if getattr(module, "scales_bias", False) or getattr(module, "scales_output", False):
-        return "a residual scalar on bias or output"
+        raise _NoForm("a residual scalar on bias or output")
     if base not in (nn.Conv2d, nn.Linear):
-        return f"{base.__name__}, a class of its own"
+        raise _NoForm(f"{base.__name__}, a class of its own")
     fan_in, fan_out = module.weight[0].numel(), module.weight.numel() // module.weight.shape[1]
     most = ROWS if module.bias is None else ROWS // 2
     if fan_in > most or fan_out > ROWS:
-        return f"a layer with sums of {max(fan_in, fan_out)} products; {most} fit 32 bits"
+        raise _NoForm(f"a layer with sums of {max(fan_in, fan_out)} products; {most} fit 32 bits")
     if isinstance(module, nn.Linear):
-        return ""
+        return
     if module.groups != 1:
-        return f"a convolution of {module.groups} groups"
+        raise _NoForm(f"a convolution of {module.groups} groups")
     kernel, padding = _pair(module.kernel_size), module.padding
     if _pair(module.dilation) != (1, 1) or isinstance(padding, str) or module.padding_mode != "zeros":
-        return "a convolution with dilation, padding by name or padding other than zeros"
+        raise _NoForm("a convolution with dilation, padding by name or padding other than zeros")
     if any(p >= k for p, k in zip(_pair(padding), kernel, strict=True)):
-        return "a convolution with as much padding as its kernel is large"
-    return ""
+        raise _NoForm("a convolution with as much padding as its kernel is large")
 
 
-def _advice(module: nn.Module) -> str:
-    return " (convert the network first: convert_(model, MimicNorm(), ...))" if "Norm" in type(module).__name__ else ""
-
-
-def _name(node: fx.Node) -> str:
-    """The qualified name of a module, or of the one whose forward called a function."""
-    if node.op == "call_module":
-        return str(node.target)
-    stack = node.meta.get("nn_module_stack") or {}
-    return str(next(reversed(stack.values()))[0]) if stack else ""
-
-
-def _flat(args: Any) -> list[Any]:
-    return [a for arg in args for a in (_flat(arg) if isinstance(arg, list | tuple) else [arg])]
+def _tensors(args: Any) -> list[fx.Node]:
+    """Return the tensors among a call's arguments, as often as they are given."""
+    found: list[fx.Node] = []
+    fx.node.map_arg(args, found.append)
+    return found
 
 
 def _pair(value: Any) -> tuple[int, int]:

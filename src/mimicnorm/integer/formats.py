@@ -36,11 +36,6 @@ def peak(data: Tensor) -> int:
     return max(int(high), -int(low))
 
 
-def largest(data: Tensor, low: int) -> int:
-    """Return the largest absolute value; the largest positive one where ``low`` is 0."""
-    return max(int(data.max()), 0) if low == 0 and data.numel() else peak(data)
-
-
 def fitting(value: int, exponent: int, bits: int = 7) -> int:
     """Return the exponent in which ``value * 2^exponent`` takes exactly ``bits`` bits.
 
@@ -58,8 +53,9 @@ def raised(data: Tensor, by: int, bits: int) -> Tensor:
         >>> raised(torch.tensor([3, 1000, -1000]), 4, 10).tolist()
         [48, 1024, -1024]
     """
-    most = 2**bits >> by if by <= bits else 0
-    return data.clamp(-most, most) << by if most else data.sign() << bits
+    by = min(by, bits)
+    most = 2**bits >> by
+    return data.clamp(-most, most) << by
 
 
 def shifted(data: Tensor, by: int) -> Tensor:
@@ -115,8 +111,6 @@ def rate(value: float) -> tuple[int, int]:
         >>> rate(0.1)  # 205 / 2048
         (205, 11)
     """
-    if value == 0:
-        return 0, 0
     fraction, exponent = math.frexp(value)
     return round(fraction * 256), 8 - exponent
 

@@ -18,23 +18,23 @@ from mimicnorm.integer.formats import CODE, Block, room
 
 _BLOCK = 4  # numbers per block: limit, shift to the left, half a unit, shift to the right
 _LARGEST = 2**31 - 1
+_ALL = 31
 _KERNELS = 64  # one for each number and types of blocks, with a mask or not; torch's own limit is 8
 
 
 def narrow(
     terms: list[Block], unit: int, by: int, low: int, open_: Tensor | None, random: tuple[int, int] | None
-) -> tuple[Tensor, int] | None:
-    """Return what `mimicnorm.integer.narrow.narrow` returns, or None for shifts that clear all bits, which are rare."""
-    shifts = [own - unit for _, own in terms]
-    if max(by, -min(shifts)) > 30 or max(shifts) > room(terms):
-        return None
+) -> tuple[Tensor, int]:
+    """Return what `mimicnorm.integer.narrow.narrow` returns."""
+    bits = room(terms)
     numbers: list[int] = []
-    for shift in shifts:
-        numbers += [2 ** room(terms) >> max(shift, 0), max(shift, 0), _half(-shift), max(-shift, 0)]
-    dropped = max(by - 24, 0) if random else 0  # more random bits than 24 say nothing
-    right = max(by - dropped, 0)
+    for _, own in terms:
+        left, back = min(max(own - unit, 0), bits), _right(unit - own)
+        numbers += [2**bits >> left, left, _half(back), back]
+    dropped = min(max(by - 24, 0), _ALL) if random else 0  # more random bits than 24 say nothing
+    right = min(_right(by), 24) if random else _right(by)
     numbers += [CODE if by < 0 else _LARGEST, min(max(-by, 0), 20), dropped, right, low]
-    numbers += [start(*random), 2**right - 1] if random else [_half(by), 0]
+    numbers += [start(*random), 2**right - 1] if random else [_half(right), 0]
     shape = terms[0].data.shape
     flat = [data.reshape(-1) for data, _ in terms]
     some = None if open_ is None else open_.reshape(-1)
@@ -57,14 +57,18 @@ def require() -> None:
     except Exception as error:  # whatever a compiler may say
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise IntegerError(f"torch.compile failed: {reason}; without compile=True the same codes are made") from error
-    assert made is not None
     (codes, most), (right, largest) = made, eager.narrow(*case)
     if most != largest or not torch.equal(codes, right):
         raise IntegerError("compiled kernels give other codes on this machine: train without compile=True")
 
 
+def _right(shift: int) -> int:
+    """Return a shift to the right that an int32 can take; a sum has 30 bits, so `_ALL` leave nothing of it."""
+    return min(max(shift, 0), _ALL)
+
+
 def _half(right: int) -> int:
-    return 1 << right - 1 if right > 0 else 0
+    return 1 << right - 1 if right else 0
 
 
 def _kernel(terms: list[Tensor], open_: Tensor | None, numbers: Tensor, random: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -6,7 +6,6 @@ It works on (samples, positions, classes) in int64: a few thousand numbers. Qn i
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -14,6 +13,7 @@ from torch import Tensor
 from mimicnorm.errors import IntegerError
 from mimicnorm.integer.formats import Block, divided, fitting, peak, raised, shifted
 from mimicnorm.integer.parameters import Parameter
+from mimicnorm.layers import LastNorm
 
 Q = 16
 """Fraction bits of normalised logits."""
@@ -28,55 +28,41 @@ _VAR_BITS = 50  # beyond them the running variance is counted in a larger unit
 _WIDE, _STATISTICS = 44, 57  # bits at which logits and running statistics saturate
 
 
-@dataclass
-class Outcome:
-    """What a batch gave.
-
-    Attributes:
-        loss: The mean cross entropy; a Python number, for people to read.
-        correct: How many of the largest logits were right.
-        error: The gradient of the summed loss by the logits that came in.
-    """
-
-    loss: float
-    correct: int
-    error: Block
-
-
 class Head:
     """From logits to a loss.
 
     Args:
-        classes: How many.
-        normalised: Whether there is a last BN.
+        norm: The last BN, if there is one; its momentum is one over a whole number.
         scale: Its logit scale, if it has one.
         relu: Whether a ReLU stands behind it (some SqueezeNets).
-        eps: Added to the variance.
-        average: The running statistics move by 1 / this.
         pooled: Whether the mean over positions is taken; else there must be one position.
         name: Of the layer that makes the logits.
     """
 
     def __init__(
         self,
-        classes: int,
-        normalised: bool,
-        scale: Parameter | None,
-        relu: bool,
-        eps: float = 1e-5,
-        average: int = 10,
+        norm: LastNorm | None,
+        scale: Parameter | None = None,
+        *,
+        relu: bool = False,
         pooled: bool = True,
         name: str = "",
     ):
-        self.pooled, self.name = pooled, name
-        self.normalised, self.scale, self.relu, self.eps, self.average = normalised, scale, relu, eps, average
-        self.mean = torch.zeros(classes, dtype=torch.int64)
-        self.var = torch.full((classes,), 1 << -_VAR, dtype=torch.int64)
-        self.var_unit = _VAR
+        self.normalised, self.scale, self.relu, self.pooled, self.name = norm is not None, scale, relu, pooled, name
+        norm = norm or LastNorm(1)  # whose statistics nobody reads
+        self.eps, self.average = norm.eps, round(1 / (norm.momentum or 1))
+        mean, var = norm.get_buffer("running_mean").double(), norm.get_buffer("running_var").double()
+        self.var_unit = _widened(_VAR, math.frexp(float(var.max()))[1] - _VAR_BITS)
+        self.mean, self.var = (mean * 2.0**-_MEAN).round().long(), (var * 2.0**-self.var_unit).round().long()
         self.scale_grad: Block | None = None
 
-    def loss(self, logits: Block, labels: Tensor) -> Outcome:
-        """Normalise, compare with the labels, and go all the way back to the logits."""
+    def loss(self, logits: Block, labels: Tensor) -> tuple[float, int, Block]:
+        """Normalise, compare with the labels, and go all the way back to the logits.
+
+        Returns:
+            The mean cross entropy (a Python number, for people to read), how many of the largest logits were right, and
+            the gradient of the summed loss by the logits that came in.
+        """
         z, unit = _counted(logits)
         z = self._by_position(z)
         if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < z.shape[-1]:
@@ -105,10 +91,10 @@ class Head:
             self.scale_grad = Block((shifted((dy * x).sum().view(1), Q) * slope), -GRAD - Q)
         dx = shifted(dy * scale, Q) if scale is not None else dy
         if deviation is None:
-            return Outcome(loss, correct, Block(dx, -GRAD))
+            return loss, correct, Block(dx.reshape(logits.data.shape), -GRAD)
         along = divided(shifted(dx * x, Q).sum((0, 1)), count)
         d = dx - divided(dx.sum((0, 1)), count) - shifted(x * along, Q)
-        return Outcome(loss, correct, Block(divided(d << Q, deviation), -GRAD - Q - unit))
+        return loss, correct, Block(divided(d << Q, deviation).reshape(logits.data.shape), -GRAD - Q - unit)
 
     def logits(self, logits: Block) -> Tensor:
         """Return (samples, classes) in Q16, normalised by the running statistics."""
@@ -151,8 +137,9 @@ class Head:
 
     def _average(self, mean: Tensor, square: Tensor, unit: int, count: int) -> None:
         """Move the running statistics; the variance is the unbiased one, as in BatchNorm."""
-        self._make_room(fitting(peak(square), 2 * unit, _VAR_BITS))
-        biased = _moved(square, 2 * unit, self.var_unit, _STATISTICS)
+        var_unit = _widened(self.var_unit, fitting(peak(square), 2 * unit, _VAR_BITS))
+        self.var, self.var_unit = shifted(self.var, var_unit - self.var_unit), var_unit
+        biased = _moved(square, 2 * unit, var_unit, _STATISTICS)
         unbiased = biased + divided(biased, max(count - 1, 1))
         self.mean = self.mean + divided(_moved(mean, unit, _MEAN, _STATISTICS) - self.mean, self.average)
         self.var = self.var + divided(unbiased - self.var, self.average)
@@ -165,18 +152,6 @@ class Head:
         """Put back what `state` returned."""
         self.mean, self.var, self.var_unit = state["mean"].clone(), state["var"].clone(), int(state["var_unit"])
 
-    def _make_room(self, unit: int) -> None:
-        """Count the running variance in at least ``2^unit``, an even power: evaluation takes its root."""
-        if unit > self.var_unit:
-            by = unit - self.var_unit + (unit - self.var_unit) % 2
-            self.var, self.var_unit = shifted(self.var, by), self.var_unit + by
-
-    def start_from(self, mean: Tensor, var: Tensor) -> None:
-        """Take over running statistics from a model outside."""
-        self.mean = (mean.double() * 2.0**-_MEAN).round().long()
-        self._make_room(math.frexp(float(var.max()))[1] - _VAR_BITS)
-        self.var = (var.double() * 2.0**-self.var_unit).round().long()
-
     def statistics(self) -> tuple[Tensor, Tensor]:
         """Return running mean and variance in floating point, for a model outside."""
         return self.mean.float() * 2.0**_MEAN, self.var.float() * 2.0**self.var_unit
@@ -187,6 +162,12 @@ def _counted(logits: Block) -> tuple[Tensor, int]:
     data = logits.data.long()
     by = max(fitting(peak(data), 0, _LOGITS), 0)
     return shifted(data, by), logits.exponent + by
+
+
+def _widened(unit: int, least: int) -> int:
+    """Return a unit of at least ``2^least``, an even power larger: evaluation takes the variance's root."""
+    by = max(least - unit, 0)
+    return unit + by + by % 2
 
 
 def _moved(data: Tensor, unit: int, to: int, bits: int) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import torch
@@ -21,13 +22,15 @@ from mimicnorm.integer.parameters import Parameter
 class Product(Operation):
     """A convolution or linear layer: int8 times int8, summed in int32."""
 
+    makes = "product"
+
     def __init__(
         self,
         name: str,
         weight: Parameter,
         bias: Parameter | None,
         scale: Parameter | None,
-        geometry: Geometry | None,
+        geometry: Geometry,
         reads_input: bool,
     ):
         super().__init__(name)
@@ -45,29 +48,28 @@ class Product(Operation):
 
     def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
         ((x, unit),) = values[0]
-        if x.dim() != (4 if self.geometry else 2):
-            kind = "a convolution of vectors" if self.geometry else "a linear layer on images or sequences"
+        rank = self.weight.master.dim()
+        if x.dim() != rank:
+            kind = "a convolution of vectors" if rank == 4 else "a linear layer on images or sequences"
             raise IntegerError(f"{self.name}: {kind} has no integer form: input {tuple(x.shape)}, channels last")
-        out = convolve.forward(_as_images(x), self.codes, self.geometry or Geometry())
+        out = convolve.forward(_as_images(x), self.codes, self.geometry)
         unit += self.exponent
         if self.bias is not None:
             limit = 2**30
             wide = shifted(self.bias.master.long(), unit - self.bias.exponent).clamp_(-limit, limit)
             out += wide.to(torch.int32)
-        return [Block(out if self.geometry else out.flatten(1), unit)], values[0][0]
+        return [Block(out if rank == 4 else out.flatten(1), unit)], values[0][0]
 
     def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
         ((codes, unit),), (x, own) = error, saved
-        geometry = self.geometry or Geometry()
         codes, images = _as_images(codes.contiguous()), _as_images(x)
-        self.grad += convolve.weight_gradient(images, codes, geometry)
+        self.grad += convolve.weight_gradient(images, codes, self.geometry)
         self.grad_exponent, self.error_exponent = unit + own, unit
         if self.bias is not None:
             self.bias_grad += column_sums(codes.view(-1, codes.shape[-1]))
         if self.reads_input:
             return [[]]
-        size = (images.shape[1], images.shape[2])
-        back = convolve.input_gradient(codes, self.codes, geometry, size)
+        back = convolve.input_gradient(codes, self.codes, self.geometry, (images.shape[1], images.shape[2]))
         return [[Block(back.view(x.shape), unit + self.exponent)]]
 
     def gradients(self) -> list[tuple[Parameter, Block]]:
@@ -91,6 +93,8 @@ def _as_images(x: Tensor) -> Tensor:
 
 class Add(Operation):
     """A residual sum: blocks side by side, summed where they are requantised."""
+
+    makes, reads_sums = "sum", True
 
     def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
         blocks = [block for value in values for block in value]
@@ -120,6 +124,8 @@ class Concat(Operation):
 class Flatten(Operation):
     """Vectors from images, in PyTorch's order of channels, rows, columns."""
 
+    makes, reads_sums = "view", True
+
     def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
         shape = values[0][0].data.shape
         if len(shape) == 2:
@@ -136,6 +142,7 @@ class Flatten(Operation):
 class MeanPool(Operation):
     """The mean over all positions: their sum times a reciprocal counted in 2^-23, which 127 of fit 30 bits."""
 
+    makes = "product"
     MOST = 2**16  # positions; a reciprocal of 7 bits or more is within 0.4 %
 
     def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
@@ -161,44 +168,29 @@ class MaxPool(Operation):
         super().__init__(name)
         self.geometry, self.ceil = geometry, ceil
 
-    def _sizes(self, size: torch.Size) -> list[tuple[int, int]]:
-        """Return, for height and width, the outputs and the padding behind the image; as PyTorch has them."""
-        sizes = []
-        for n, k, s, p in zip(size, self.geometry.kernel, self.geometry.stride, self.geometry.padding, strict=True):
-            count = -(-(n + 2 * p - k) // s) + 1 if self.ceil else (n + 2 * p - k) // s + 1
-            count -= self.ceil and (count - 1) * s >= n + p  # every window starts inside the image
-            sizes.append((count, max((count - 1) * s + k - p - n, 0)))
-        return sizes
-
-    def _windows(self, x: Tensor, sizes: list[tuple[int, int]]) -> list[Tensor]:
-        """Return a view of padded images for each position in the window."""
-        (kh, kw), (sh, sw) = self.geometry.kernel, self.geometry.stride
-        (h, _), (w, _) = sizes
-        return [x[:, i : i + h * sh : sh, j : j + w * sw : sw][:, :h, :w] for i in range(kh) for j in range(kw)]
-
     def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
-        ((x, unit),) = values[0]
-        sizes, (ph, pw) = self._sizes(x.shape[1:3]), self.geometry.padding
-        padded = F.pad(x, (0, 0, pw, sizes[1][1], ph, sizes[0][1]), value=-128)  # below every code
-        first, *others = self._windows(padded, sizes)
-        best, position = first.clone(), torch.zeros_like(first)
-        for number, window in enumerate(others, 1):
-            larger = (window > best).view(torch.int8)
-            position += larger * (number - position)
-            torch.maximum(best, window, out=best)
-        return [Block(best, unit)], (x.shape, position)
+        ((x, unit),), g = values[0], self.geometry
+        images = x.permute(0, 3, 1, 2).to(torch.int32)  # torch 2.13 pools at most 127 int8 numbers
+        largest = F.max_pool2d(images, g.kernel, g.stride, g.padding, ceil_mode=self.ceil)
+        largest = largest.permute(0, 2, 3, 1).to(torch.int8, memory_format=torch.contiguous_format)
+        return [Block(largest, unit)], (x, largest)
 
     def backward(self, at: Pass, saved: Any, error: Value) -> list[Value]:
-        (samples, h, w, channels), position = saved
-        (kh, kw), (sh, sw) = self.geometry.kernel, self.geometry.stride
-        sizes, (ph, pw) = self._sizes(torch.Size((h, w))), self.geometry.padding
-        blocks = []
+        (x, largest), g = saved, self.geometry
+        (kh, kw), (sh, sw), (ph, pw), (h, w) = g.kernel, g.stride, g.padding, x.shape[1:3]
+        rows, columns = largest.shape[1:3]
+        below, right = (max((rows - 1) * sh + kh - ph - h, 0), max((columns - 1) * sw + kw - pw - w, 0))
+        padded = F.pad(x, (0, 0, pw, right, ph, below), value=-128)  # below every code
         overlap = -(-kh // sh) * -(-kw // sw)  # windows that share a position
+        blocks = []
         for data, unit in error:
             data = data.clamp(-(2**29) // overlap, 2**29 // overlap) if data.dtype == torch.int32 else data
-            out = torch.zeros(samples, ph + h + sizes[0][1], pw + w + sizes[1][1], channels, dtype=torch.int32)
-            for number, window in enumerate(self._windows(out, sizes)):
-                window += data * (position == number).view(torch.int8)
+            out, left = torch.zeros(padded.shape, dtype=torch.int32), torch.ones_like(largest)
+            for i, j in itertools.product(range(kh), range(kw)):
+                window = slice(None), slice(i, i + rows * sh, sh), slice(j, j + columns * sw, sw)
+                first = left * (padded[window][:, :rows, :columns] == largest).view(torch.int8)
+                out[window][:, :rows, :columns] += data * first
+                left -= first
             blocks.append(Block(out[:, ph : ph + h, pw : pw + w], unit))
         return [blocks]
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mimicnorm.errors import IntegerError
@@ -18,30 +19,22 @@ from mimicnorm.integer.requantise import Requantise
 
 
 @dataclass
-class Node:
-    """An operation and the numbers of the nodes it reads; -1 is the network's input."""
-
-    operation: Operation
-    inputs: tuple[int, ...]
-
-
-@dataclass
 class Network:
     """Operations in the order of execution, and the head."""
 
-    nodes: list[Node]
+    operations: list[Operation]
     head: Head
-    parameters: list[Parameter] = field(default_factory=list)
+    parameters: list[Parameter]
 
     @property
     def products(self) -> list[Product]:
         """The layers with weights."""
-        return [n.operation for n in self.nodes if isinstance(n.operation, Product)]
+        return [o for o in self.operations if isinstance(o, Product)]
 
     @property
     def requantised(self) -> list[Requantise]:
         """Where int8 codes are made."""
-        return [n.operation for n in self.nodes if isinstance(n.operation, Requantise)]
+        return [o for o in self.operations if isinstance(o, Requantise)]
 
     @property
     def watches(self) -> list[Watch]:
@@ -50,37 +43,33 @@ class Network:
 
     def forward(self, at: Pass, codes: Block, save: bool = True) -> tuple[Block, list[Any]]:
         """Return the logits, one block, and what `backward` needs; without ``save``, values are freed on the way."""
-        values: list[Value | None] = []
+        values: dict[int, Value] = {-1: [codes]}
         saved: list[Any] = []
-        last = {i: number for number, node in enumerate(self.nodes) for i in node.inputs}
-        for number, node in enumerate(self.nodes):
-            inputs = [[codes] if i < 0 else values[i] for i in node.inputs]
-            with _named(node):
-                value, for_backward = node.operation.forward(at, *inputs)  # pyrefly: ignore
-            values.append(value)
+        last_reader = {i: number for number, operation in enumerate(self.operations) for i in operation.inputs}
+        for number, operation in enumerate(self.operations):
+            with _named(operation):
+                value, for_backward = operation.forward(at, *(values[i] for i in operation.inputs))
+            values[number] = value
             saved.append(for_backward if save else None)
-            for i in node.inputs:
-                if i >= 0 and last[i] == number:
-                    values[i] = None
-        (logits,) = values[-1] or []
+            for i in operation.inputs:
+                if last_reader[i] == number:
+                    values.pop(i, None)
+        (logits,) = values[len(self.operations) - 1]
         return logits, saved
 
     def backward(self, at: Pass, saved: list[Any], error: Block) -> None:
-        """Add the gradients of these samples to those of the layers."""
-        errors: list[Value] = [[] for _ in self.nodes]
-        errors[-1] = [error]
-        for number in range(len(self.nodes) - 1, -1, -1):
-            node = self.nodes[number]
-            with _named(node):
-                given = node.operation.backward(at, saved[number], errors[number])
-            errors[number], saved[number] = [], None
-            for i, terms in zip(node.inputs, given, strict=True):
-                if i >= 0:
-                    errors[i] += terms
+        """Add the gradients of these samples to those of the layers; what was saved is freed on the way."""
+        errors: dict[int, Value] = defaultdict(list, {len(self.operations) - 1: [error]})
+        for number in reversed(range(len(self.operations))):
+            operation = self.operations[number]
+            with _named(operation):
+                given = operation.backward(at, saved.pop(), errors.pop(number))
+            for i, terms in zip(operation.inputs, given, strict=True):
+                errors[i] += terms
 
 
 @contextmanager
-def _named(node: Node) -> Iterator[None]:
+def _named(operation: Operation) -> Iterator[None]:
     """Give every error the name of the layer it is from: shapes are known only once there is a batch."""
     try:
         yield
@@ -88,5 +77,5 @@ def _named(node: Node) -> Iterator[None]:
         raise
     except (RuntimeError, ValueError, TypeError, LookupError, AssertionError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        kind = type(node.operation).__name__
-        raise IntegerError(f"{node.operation.name}: {kind} in integers failed: {lines[0]}") from error
+        kind = type(operation).__name__
+        raise IntegerError(f"{operation.name}: {kind} in integers failed: {lines[0]}") from error

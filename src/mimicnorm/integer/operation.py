@@ -38,10 +38,23 @@ class Pass:
 
 
 class Operation:
-    """What a node of the network does. ``name`` is the module's qualified name, or that of the one it is in."""
+    """What the network does at one place.
+
+    Attributes:
+        makes: "codes", a "product" (one block of int32), a "sum" (several blocks), or a "view" of what it reads.
+        reads_sums: Whether it reads products and sums; what others read is made codes first.
+        name: The qualified name of the module, or of the one whose forward it is in.
+        inputs: The numbers of the operations it reads; -1 is the network's input.
+        place: Its own number: a module may be called twice.
+    """
+
+    makes = "codes"
+    reads_sums = False
+    inputs: tuple[int, ...] = ()
+    place = ""
 
     def __init__(self, name: str):
-        self.name, self.place = name, name  # a module may be called twice; the network numbers its places
+        self.name = name
 
     def forward(self, at: Pass, *values: Value) -> tuple[Value, Any]:
         """Return the output, and what the backward pass needs."""

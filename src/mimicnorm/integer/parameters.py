@@ -7,34 +7,16 @@ copy. Biases and scalars are int32, counted in 2^-24.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mimicnorm.integer.counter import stochastic_shift
-from mimicnorm.integer.formats import CODE, Block, chunks, divided, fitting, peak, shifted
+from mimicnorm.integer.formats import CODE, Block, chunks, divided, fitting, peak, rate, shifted
 
 SCALARS = -24
 """The exponent of biases and scalars."""
 _VELOCITY = 28  # bits
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What an update takes beside the gradient; (m, k) stands for m * 2^-k.
-
-    Attributes:
-        lr: Learning rate, over the number of samples: gradients are sums over the batch.
-        decay: Weight decay, times the number of samples.
-        momentum: In eighths.
-        key: Of the random bits; None rounds to nearest.
-    """
-
-    lr: tuple[int, int]
-    decay: tuple[int, int]
-    momentum: int
-    key: int | None
 
 
 class Parameter:
@@ -95,21 +77,28 @@ class Parameter:
         by = fitting(peak(wide), 0)
         return Block(shifted(wide, by).clamp_(-CODE, CODE).to(torch.int8), exponent + by)
 
-    def update(self, grad: Block, rates: Rates) -> None:
+    def update(self, grad: Block, *, lr: float, decay: float, momentum: int, key: int | None) -> None:
         """Take one step of SGD with momentum and weight decay, as ``torch.optim.SGD`` does.
 
         Velocity has 28 bits, so only the step on the master loses bits, and only it is rounded at random.
+
+        Args:
+            grad: The gradient.
+            lr: Learning rate, over the number of samples: gradients are sums over the batch.
+            decay: Weight decay, times the number of samples; ignored where ``decayed`` is not.
+            momentum: In eighths.
+            key: Of the random bits; None rounds to nearest.
         """
-        decay, decay_shift = rates.decay if self.decayed else (0, 0)
+        (m, k), (decay, decay_shift) = rate(lr), rate(decay if self.decayed else 0.0)
         largest = [
-            (peak(self.velocity) * rates.momentum + 4 >> 3, self.velocity_exponent),
+            (peak(self.velocity) * momentum + 4 >> 3, self.velocity_exponent),
             (peak(grad.data), grad.exponent),
             (peak(self.master) * decay, self.exponent - decay_shift),
         ]
         tops = [fitting(most, exponent, _VELOCITY) for most, exponent in largest if most]
         if not tops:
             return
-        exponent, (m, k) = max(tops), rates.lr
+        exponent = max(tops)
         if self.bits != 32 and m and not peak(self.master):  # all zero: the first step decides what it is counted in
             self.exponent = exponent - k + m.bit_length() + _VELOCITY - 14
         by, drop = self.exponent + self._drop - (exponent - k), self._drop
@@ -117,14 +106,13 @@ class Parameter:
         wide = torch.empty(self.master.shape, dtype=torch.int64 if self.bits == 32 else torch.int32)
         for rows in chunks(len(wide), wide[0].numel()):  # int64 copies of a large weight would not fit a cache
             own, first = self.master[rows].long(), rows.start * wide[0].numel()
-            velocity = shifted(
-                shifted(self.velocity[rows].long() * rates.momentum, 3), exponent - self.velocity_exponent
-            )
+            velocity = shifted(self.velocity[rows].long() * momentum, 3)
+            velocity = shifted(velocity, exponent - self.velocity_exponent)
             velocity += shifted(grad.data[rows], exponent - grad.exponent)
             if decay:
                 velocity += shifted(own * decay, exponent - (self.exponent - decay_shift))
             self.velocity[rows] = velocity
-            own -= stochastic_shift(velocity * m, by, rates.key, first) << drop
+            own -= stochastic_shift(velocity * m, by, key, first) << drop
             wide[rows] = self._without_means(own.clamp_(-limit, limit))
         self.velocity_exponent = exponent
         self._set(wide)

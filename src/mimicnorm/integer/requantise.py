@@ -9,13 +9,15 @@ from torch import Tensor
 
 from mimicnorm.integer import fused
 from mimicnorm.integer.exponents import Watch
-from mimicnorm.integer.formats import CODE, Block, aligned, largest
-from mimicnorm.integer.narrow import masked, narrow
+from mimicnorm.integer.formats import CODE, Block
+from mimicnorm.integer.narrow import narrow
 from mimicnorm.integer.operation import Operation, Pass, Value
 
 
 class Requantise(Operation):
     """ReLU (or nothing) and int8 codes forward; the ReLU's mask and int8 errors, rounded at random, backward."""
+
+    reads_sums = True
 
     def __init__(self, name: str, relu: bool):
         super().__init__(name)
@@ -43,11 +45,11 @@ def _requantised(
     """Return a sum of blocks as one block of codes, with the exponent that ``watch`` knows."""
     unit = watch.unit_for(terms, at.calibrating)
     if at.calibrating and watch.exponent is None:
-        watch.see(largest(masked(aligned(terms, unit), open_), low), unit, terms)
+        watch.see(narrow(terms, unit, 0, low, open_, None)[1], unit, terms)
         watch.advance()
     exponent = watch.exponent_for(terms)
-    made = fused.narrow(terms, unit, exponent - unit, low, open_, random) if at.compiled else None
-    codes, most = made or narrow(terms, unit, exponent - unit, low, open_, random)
+    to_codes = fused.narrow if at.compiled else narrow
+    codes, most = to_codes(terms, unit, exponent - unit, low, open_, random)
     if at.training:
         watch.see(most, unit, terms)
         watch.count_saturated(codes, exponent - unit)

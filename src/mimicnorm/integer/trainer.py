@@ -11,9 +11,8 @@ from mimicnorm.arguments import finite, positive_int
 from mimicnorm.errors import IntegerError, NonFiniteError
 from mimicnorm.integer import build, fused
 from mimicnorm.integer.counter import key, stochastic_shift
-from mimicnorm.integer.formats import CODE, Block, encoded, fitting, peak, rate
+from mimicnorm.integer.formats import CODE, Block, encoded, fitting, peak
 from mimicnorm.integer.operation import Pass
-from mimicnorm.integer.parameters import Rates
 from mimicnorm.layers import LastNorm
 
 CALIBRATION = 32
@@ -70,19 +69,22 @@ class Trainer:
     ):
         for name, value in {"lr": lr, "weight_decay": weight_decay, "scalar_rate": scalar_rate}.items():
             finite(value, name, least=0, error=IntegerError)
-        if not 0 <= momentum < 1:
-            raise IntegerError(f"{momentum=}: use a number of at least 0 and below 1")
-        if momentum > 15 / 16:
-            raise IntegerError(f"{momentum=}: integers have eighths, of which 0.875 is the largest: use that")
+        if not 0 <= momentum <= 15 / 16:
+            raise IntegerError(f"{momentum=}: integers have eighths, from 0 to 0.875: use one of them")
         if rounding not in ("stochastic", "nearest"):
             raise IntegerError(f'{rounding=}: use "stochastic" or "nearest"')
         if positive_int(master_bits, "master_bits", least=8, error=IntegerError) > 16:
             raise IntegerError(f"{master_bits=}: use 8 to 16")
         self.model, self.lr, self.weight_decay, self.seed = model, lr, weight_decay, seed
         self.momentum, self.stochastic = min(round(momentum * 8), 7), rounding == "stochastic"
+        self._settings = {  # what must be the same where a state is continued
+            "seed": seed,
+            "master_bits": master_bits,
+            "momentum in eighths": self.momentum,
+            "stochastic rounding": int(self.stochastic),
+        }
         self.network = build.build(model, master_bits=master_bits, decay_scalars=decay_scalars, scalar_rate=scalar_rate)
-        self.master_bits, self._input_saturation = master_bits, 0.0
-        self.steps = 0
+        self.steps, self._input_saturation = 0, 0.0
         self.input_exponent: int | None = None
         self.compiled = compile
         if compile:
@@ -134,24 +136,13 @@ class Trainer:
             watch.forget()
         if any(watch.exponent is None for watch in self.network.watches):
             self._calibrate(codes, labels)
-        self._prepare()
-        net, starts = self.network, range(0, len(labels), size)
-        logits, saved = [], []
-        for first in starts:
-            part, saved = self._forward(codes, first, size, save=len(starts) == 1)
-            logits.append(part)
-        outcome = net.head.loss(Block(torch.cat([part.data for part in logits]), logits[0].exponent), labels)
-        error = self._error(outcome.error, logits[0].data.shape[1:])
-        for first in starts:
-            if len(starts) > 1:
-                _, saved = self._forward(codes, first, size, save=True)
-            net.backward(self._pass(first), saved, Block(error.data[first : first + size], error.exponent))
+        loss, correct = self._both_passes(codes, labels, size)
         self._update(len(labels))
-        for watch in net.watches:
+        for watch in self.network.watches:
             watch.advance()
         self.steps += 1
         self._require_finite()
-        return outcome.loss, outcome.correct
+        return loss, correct
 
     def logits(self, images: Tensor) -> Tensor:
         """Return logits in evaluation mode, as integers in units of 2^-16; a sample's do not depend on the others."""
@@ -198,7 +189,7 @@ class Trainer:
     def state_dict(self) -> dict[str, Tensor]:
         """Return all that the next step depends on, as integer tensors."""
         exponents = [self.input_exponent, *(w.exponent for w in self.network.watches)]
-        state = {"counters": torch.tensor([self.steps]), "settings": torch.tensor(list(self._settings().values()))}
+        state = {"counters": torch.tensor([self.steps]), "settings": torch.tensor(list(self._settings.values()))}
         state["exponents"] = torch.tensor([_UNKNOWN if e is None else e for e in exponents], dtype=torch.int32)
         state |= {f"head.{name}": value for name, value in self.network.head.state().items()}
         for p in self.network.parameters:
@@ -207,14 +198,12 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Put back what `state_dict` returned; that of another network or of other settings is refused."""
-        mine = self.state_dict()
-        if names := sorted(state.keys() ^ mine.keys()):
-            raise IntegerError(f"the state is of another network: {names[:4]}")
-        for name, value in mine.items():
-            if (state[name].shape, state[name].dtype) != (value.shape, value.dtype):
-                was, now = ((tuple(t.shape), t.dtype) for t in (state[name], value))
+        given, mine = ({n: (tuple(t.shape), t.dtype) for n, t in s.items()} for s in (state, self.state_dict()))
+        for name in sorted(given.keys() ^ mine.keys()) or mine:
+            if given.get(name) != mine.get(name):
+                was, now = given.get(name, "missing"), mine.get(name, "not there")
                 raise IntegerError(f"the state is of another network: {name} is {was}, and {now} here")
-        for (name, now), was in zip(self._settings().items(), state["settings"].tolist(), strict=True):
+        for (name, now), was in zip(self._settings.items(), state["settings"].tolist(), strict=True):
             if was != now:
                 raise IntegerError(f"the state is of other settings: {name} was {was} and is {now}")
         (self.steps,) = state["counters"].tolist()
@@ -228,11 +217,6 @@ class Trainer:
 
     # -- parts of a step --------------------------------------------------------------------------------------------
 
-    def _settings(self) -> dict[str, int]:
-        """Return what must be the same where a state is continued; momentum in eighths."""
-        bits, stochastic = self.master_bits, int(self.stochastic)
-        return {"seed": self.seed, "master_bits": bits, "momentum": self.momentum, "stochastic rounding": stochastic}
-
     def _require_finite(self) -> None:
         """Raise if a value has grown beyond all reason; integers saturate where floating point would be infinite."""
         exponents = {n.name: w.exponent for n in self.network.requantised for w in (n.output, n.error)}
@@ -245,33 +229,38 @@ class Trainer:
     def _key(self, place: str) -> int:
         return key(self.seed, self.steps, place)
 
-    def _pass(self, first: int, calibrating: bool = False) -> Pass:
-        return Pass(first, self._key, calibrating=calibrating, stochastic=self.stochastic, compiled=self.compiled)
-
     def _prepare(self) -> None:
         for product in self.network.products:
             product.prepare()
 
-    def _forward(self, codes: Block, first: int, size: int, save: bool) -> tuple[Block, list]:
-        part = Block(codes.data[first : first + size], codes.exponent)
-        return self.network.forward(self._pass(first), part, save)
+    def _both_passes(self, codes: Block, labels: Tensor, size: int, calibrating: bool = False) -> tuple[float, int]:
+        """Run forward and backward, ``size`` samples at a time; return the loss and the number of correct answers."""
+        self._prepare()
+        net, whole = self.network, size >= len(labels)
+        parts = [slice(first, first + size) for first in range(0, len(labels), size)]
 
-    def _error(self, error: Block, shape: torch.Size) -> Block:
-        """Return the logits' error as codes. The last BN has seen the whole batch, so its own maximum may decide."""
-        exponent = fitting(peak(error.data), error.exponent)
+        def at(part: slice) -> Pass:
+            return Pass(part.start, self._key, True, calibrating, self.stochastic, self.compiled)
+
+        def forward(part: slice, save: bool) -> tuple[Block, list]:
+            return net.forward(at(part), Block(codes.data[part], codes.exponent), save)
+
+        outputs = [forward(part, save=whole) for part in parts]
+        logits = Block(torch.cat([out.data for out, _ in outputs]), outputs[0][0].exponent)
+        loss, correct, gradient = net.head.loss(logits, labels)
+        # The last BN has seen the whole batch, so the exponent of its error may follow from this error's own maximum.
+        exponent = fitting(peak(gradient.data), gradient.exponent)
         random = self._key("head") if self.stochastic else None
-        codes = stochastic_shift(error.data, exponent - error.exponent, random).clamp_(-CODE, CODE)
-        return Block(codes.to(torch.int8).view(len(codes), *shape), exponent)
+        error = stochastic_shift(gradient.data, exponent - gradient.exponent, random).clamp_(-CODE, CODE)
+        for part, (_, saved) in zip(parts, outputs, strict=True):
+            values = saved if whole else forward(part, save=True)[1]
+            net.backward(at(part), values, Block(error[part].to(torch.int8), exponent))
+        return loss, correct
 
     def _calibrate(self, codes: Block, labels: Tensor) -> None:
         """Take exponents that are not known from a few samples, always the same ones; only exponents change."""
-        few, labels = Block(codes.data[:CALIBRATION], codes.exponent), labels[:CALIBRATION]
-        statistics = self.network.head.state()
-        self._prepare()
-        at = self._pass(0, calibrating=True)
-        logits, saved = self.network.forward(at, few)
-        outcome = self.network.head.loss(logits, labels)
-        self.network.backward(at, saved, self._error(outcome.error, logits.data.shape[1:]))
+        few, statistics = slice(CALIBRATION), self.network.head.state()
+        self._both_passes(Block(codes.data[few], codes.exponent), labels[few], CALIBRATION, calibrating=True)
         self.network.head.load(statistics)
         for watch in self.network.watches:
             watch.forget()
@@ -281,8 +270,7 @@ class Trainer:
         head = self.network.head
         if head.scale is not None and head.scale_grad is not None:
             pairs.append((head.scale, head.scale_grad))
-        decay = rate(self.weight_decay * samples)
         for parameter, grad in pairs:
-            lr = rate(self.lr * parameter.speed / samples)
+            lr, decay = self.lr * parameter.speed / samples, self.weight_decay * samples
             random = self._key(parameter.name) if self.stochastic else None
-            parameter.update(grad, Rates(lr, decay, self.momentum, random))
+            parameter.update(grad, lr=lr, decay=decay, momentum=self.momentum, key=random)
