@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,7 +109,7 @@ class Doctor(Network):
         from rich import box
         from rich.table import Table
 
-        from mimicnorm.cli.console import Console
+        from mimicnorm.cli.console import Console, print_json
         from mimicnorm.methods import method
         from mimicnorm.pictures import require_picture
         from mimicnorm.surgery.convert import convert
@@ -132,8 +130,7 @@ class Doctor(Network):
         if self.plot is not None:
             doctor.plot({name: s.weight_layers() for name, s in signals.items()}, self.plot)
         if self.json:
-            json.dump({name: s.as_dicts() for name, s in signals.items()}, sys.stdout)
-            print()
+            print_json({name: s.as_dicts() for name, s in signals.items()})
             return
         before, after = (_by_use(s.weight_layers().layers) for s in signals.values())
         title = f"{self.model}: before and after {chosen.name}"
