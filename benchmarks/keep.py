@@ -43,6 +43,7 @@ import keep_networks
 import mimicnorm as mn
 from mimicnorm import memory
 from mimicnorm.compare.timing import interleaved
+from mimicnorm.deploy.fold import relative_error
 from mimicnorm.errors import MimicNormError
 from mimicnorm.surgery.recorder import is_batch_norm
 from mimicnorm.training import recipe
@@ -94,8 +95,7 @@ def leaves(output: Any) -> list[Tensor]:
 
 def difference(a: Any, b: Any) -> float:
     """The largest difference of two outputs, relative to the largest value."""
-    pairs = list(zip(leaves(a), leaves(b), strict=True))
-    return max(float((s - t).detach().abs().max() / s.detach().abs().max()) for s, t in pairs)
+    return max(relative_error(s, t) for s, t in zip(leaves(a), leaves(b), strict=True))
 
 
 def gradient_difference(model: nn.Module, kept: nn.Module, moved: dict[str, str], x: Tensor) -> float:

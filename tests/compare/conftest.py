@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import small
 
-from mimicnorm.compare import run
+from mimicnorm.compare import run, stages
 from mimicnorm.training import recipe, sweep, train
 
 
@@ -42,7 +42,11 @@ def compared(tmp_path_factory):
 
 @pytest.fixture
 def trains_here(monkeypatch):
+    """Runs are trained in this process, and no memory is predicted."""
     monkeypatch.setattr(sweep, "_start", TrainsHere)
+    monkeypatch.setattr(
+        stages, "memory_by_method", lambda trainers, _: {name: {"why_not": "a test"} for name in trainers}
+    )
 
 
 @pytest.fixture

@@ -167,7 +167,7 @@ def _samples(path: str, data_dir: str | None) -> torch.Tensor:
     known = [name for name in data.names() if name not in ("imagenet", "folder:PATH")]
     if path in known:
         source = data.load(path, data_dir=data_dir, limit=4000)
-        images, _ = next(source.batches([torch.arange(len(source))], seed=0, epoch=0, augment=False))
+        images, _ = next(source.plain_batches(len(source)))
         return images.double()
     if not path.endswith(".npy"):
         raise TheoryError(
