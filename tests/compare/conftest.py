@@ -50,5 +50,11 @@ def trains_here(monkeypatch):
 
 
 @pytest.fixture
+def converts_nothing(monkeypatch):
+    """For what is refused before anybody looks at a plan."""
+    monkeypatch.setattr(stages, "applied", lambda job, *_: ({}, {entry.label: {} for entry in job.entries}))
+
+
+@pytest.fixture
 def trains_nothing(monkeypatch):
     monkeypatch.setattr(sweep, "_start", lambda *_, **__: pytest.fail("a run was started"))

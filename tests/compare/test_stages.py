@@ -70,12 +70,12 @@ def test_more_methods_and_seeds_are_added(copied, trains_here):
     assert list(copied.glob("last-bn-seed0-*"))
 
 
-def test_other_settings_need_another_folder(compared):
+def test_other_settings_need_another_folder(compared, converts_nothing):
     with pytest.raises(MimicNormError, match=r"other settings: epochs was 1 and is 2.*--out"):
         run(small.job(epochs=2), compared[0], progress=False)
 
 
-def test_other_data_of_the_same_size_needs_another_folder(copied, monkeypatch):
+def test_other_data_of_the_same_size_needs_another_folder(copied, monkeypatch, converts_nothing):
     """The comparison knows its data, and so does every finished run in it."""
     train_set, test_set = stages.load(small.job().recipe)
     train_set.images[3] = 0
@@ -171,7 +171,7 @@ def test_a_damaged_json_is_an_error_that_says_what_to_do(compared, tmp_path, dam
         summary.add_earlier(now, tmp_path)
 
 
-def test_two_comparisons_in_one_folder_are_refused(tmp_path):
+def test_two_comparisons_in_one_folder_are_refused(tmp_path, converts_nothing):
     code = (
         "import fcntl, sys\nfile = open('.lock', 'w')\n"
         "fcntl.lockf(file, fcntl.LOCK_EX)\nprint(flush=True), sys.stdin.read()"

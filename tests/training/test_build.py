@@ -11,7 +11,7 @@ from torch import nn
 
 from mimicnorm.data import load
 from mimicnorm.errors import RecipeError
-from mimicnorm.layers import LastNormed, WeightMeanConv2d
+from mimicnorm.layers import LastNormed
 from mimicnorm.training import network, recipe
 
 
@@ -72,12 +72,3 @@ def test_a_network_without_logits_is_refused(monkeypatch, output, message):
     monkeypatch.setattr(tiny, "odd", lambda num_classes=4: Odd(*tiny.net(num_classes)), raising=False)
     with pytest.raises(RecipeError, match=message):
         network(tiny.recipe(model="tiny:odd"), tiny.SOURCES[0])
-
-
-def test_a_narrow_network_is_centred_but_for_the_authors_threshold():
-    narrow, authors = (
-        network(tiny.recipe(model="resnet18", width=0.25, settings=given), tiny.SOURCES[0])
-        for given in ((), ("min_fan_in=50",))
-    )
-    assert isinstance(narrow.layer3[0].downsample[0], WeightMeanConv2d)  # fan-in 32
-    assert not isinstance(authors.layer3[0].downsample[0], WeightMeanConv2d)

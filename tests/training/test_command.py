@@ -6,6 +6,7 @@ import json
 
 import safetensors.torch
 import tiny
+import torch
 
 from mimicnorm.cli import main
 
@@ -25,7 +26,9 @@ def test_every_field_of_a_recipe_is_a_flag_and_its_file_a_recipe(tmp_path, capsy
 
 def test_fine_tune_is_the_recipe_of_trained_weights(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tiny.loop, "load", lambda *_: tiny.SOURCES)
-    safetensors.torch.save_file(tiny.net().state_dict(), tmp_path / "weights.safetensors")
+    trained = tiny.net()
+    trained(torch.randn(8, 3, 6, 6))  # sets the statistics
+    safetensors.torch.save_file(trained.state_dict(), tmp_path / "weights.safetensors")
     words = ["--model", "tiny:net", "--batch", "8", "--epochs", "1", "--out", str(tmp_path / "run")]
     assert main(["train", "--init-from", str(tmp_path / "weights.safetensors"), "--method", "mimicnorm", *words]) == 0
     assert "done at step 7" in capsys.readouterr().out

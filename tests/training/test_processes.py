@@ -96,11 +96,6 @@ def test_torchrun_restarts_after_a_killed_worker_and_goes_on(tmp_path: Path):
     assert tiny.outcome(tmp_path / "killed") == tiny.outcome(tmp_path / "whole")
 
 
-def test_shares_make_up_the_batch():
-    shares = [Processes(torch.device("cpu"), rank, 3).share(torch.arange(8)).tolist() for rank in range(3)]
-    assert shares == [[0, 1, 2], [3, 4, 5], [6, 7]]
-
-
 def test_sums_are_double_on_the_host():
     on_device = types.SimpleNamespace(cpu=lambda: torch.tensor([2**24 + 1]))  # not every device has doubles
     assert Processes(torch.device("cpu")).sum(on_device).tolist() == [2**24 + 1.0]

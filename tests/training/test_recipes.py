@@ -47,11 +47,6 @@ def test_a_file_without_a_recipe_is_an_error(tmp_path, text):
         recipe(str(tmp_path / "recipe.json"))
 
 
-def test_networks_of_other_packages_have_one_width():
-    assert recipe("cifar100-resnet18-desk", model="timm:resnet18").width == 1.0
-    assert recipe("cifar100-resnet18-desk", model="timm:resnet18", width=0.5).width == 0.5
-
-
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -79,12 +74,6 @@ def test_adamw_has_a_rate_and_a_decay_of_its_own():
     assert of() == of(optimizer="sgd") == (0.1, 5e-4)
     assert of(optimizer="adamw") == (1e-3, 0.05)
     assert of(optimizer="adamw", lr=2e-3) == (2e-3, 0.05)
-
-
-def test_classes_are_indices_and_ranges():
-    assert recipe("digits-mlp10").class_indices() is None
-    assert recipe("digits-mlp10", classes="0-3").class_indices() == (0, 1, 2, 3)
-    assert recipe("digits-mlp10", classes="9, 0-1,4").class_indices() == (9, 0, 1, 4)
 
 
 def test_the_names_that_are_checked_before_torch_loads_are_all_there_are():
