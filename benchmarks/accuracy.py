@@ -53,7 +53,7 @@ TEN_RATES = (0.05, *RATES)
 SEEDS = (0, 1, 2)
 MIMICNORM = ("logit_scale=true", "min_fan_in=16")
 UNSCALED = ("logit_scale=false", "min_fan_in=16")
-AUTHORS_LAYERS = ("logit_scale=true", "min_fan_in=50")
+NARROW_LAYERS = {"min_fan_in=16": MIMICNORM, "min_fan_in=50": ("logit_scale=true", "min_fan_in=50")}
 SETTINGS = {"mimicnorm": MIMICNORM, "weight-mean": ("min_fan_in=16",)}
 
 
@@ -90,45 +90,33 @@ def best_rate(data: str, method: str, rates: tuple[float, ...] = (min(RATES) / 2
     return float(max(runs, key=lambda lr: runs[lr]["history"][-1]["top1"] if runs[lr]["history"] else 0.0))
 
 
-def _over_seeds(ways: dict[str, tuple[str, ...]]) -> dict[str, Recipe]:
+def _over_seeds(
+    ways: dict[str, tuple[str, ...]], size: str = "", seeds: tuple[int, ...] = SEEDS, **changes: Any
+) -> dict[str, Recipe]:
     return {
-        f"{data}, {name}, seed {seed}": run(
-            data, "mimicnorm", best_rate(data, "mimicnorm"), seed, settings=settings, **HALF
+        f"{data}, {size}{name}, seed {seed}": run(
+            data, "mimicnorm", best_rate(data, "mimicnorm"), seed, settings=settings, **changes
         )
         for data in SETS
-        for seed in SEEDS
+        for seed in seeds
         for name, settings in ways.items()
     }
 
 
 def scale() -> dict[str, Recipe]:
-    return _over_seeds({"scaled": MIMICNORM, "unscaled": UNSCALED})
+    return _over_seeds({"scaled": MIMICNORM, "unscaled": UNSCALED}, **HALF)
 
 
 def first() -> dict[str, Recipe]:
-    return _over_seeds({"min_fan_in=16": MIMICNORM, "min_fan_in=50": AUTHORS_LAYERS})
+    return _over_seeds(NARROW_LAYERS, **HALF)
 
 
 def longer() -> dict[str, Recipe]:
-    return {
-        f"{data}, 20,000 images, {name}, seed {seed}": run(
-            data, "mimicnorm", best_rate(data, "mimicnorm"), seed, settings=settings
-        )
-        for data in SETS
-        for seed in SEEDS
-        for name, settings in {"min_fan_in=16": MIMICNORM, "min_fan_in=50": AUTHORS_LAYERS}.items()
-    }
+    return _over_seeds(NARROW_LAYERS, "20,000 images, ")
 
 
 def wide() -> dict[str, Recipe]:
-    ways = {"min_fan_in=16": MIMICNORM, "min_fan_in=50": AUTHORS_LAYERS}
-    return {
-        f"{data}, width 0.5, {name}, seed 0": run(
-            data, "mimicnorm", best_rate(data, "mimicnorm"), settings=settings, width=0.5
-        )
-        for data in SETS
-        for name, settings in ways.items()
-    }
+    return _over_seeds(NARROW_LAYERS, "width 0.5, ", (0,), width=0.5)
 
 
 def factors() -> dict[str, Recipe]:

@@ -15,16 +15,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import statistics
 from collections.abc import Callable
 
 import torch
 from provenance import Rows, provenance, save, zoo
 from runs import SHORT, short, trained
+from steps import ratio
 from torch import nn
 from torch.nn import functional as F
 
 from mimicnorm import memory
-from mimicnorm.compare.intervals import median
 from mimicnorm.compare.timing import interleaved
 from mimicnorm.compress import kernels, saved_activations
 from mimicnorm.methods import METHODS
@@ -124,13 +125,9 @@ def time(options: argparse.Namespace) -> None:
             continue
         steps = {way: step_of(name, way, batch, pixels) for way in WAYS}
         seconds = interleaved(steps, rounds=options.rounds, budget=float("inf"))
-
-        def over(way: str, seconds: dict = seconds) -> dict[str, float]:
-            pairs = zip(seconds[way], seconds["mimicnorm"], strict=True)
-            return {k: round(v, 4) for k, v in median([a / b for a, b in pairs])._asdict().items()}
-
-        medians = {way: round(median(s).value, 4) for way, s in seconds.items()}
-        rows.add({"cell": cell, "over_mimicnorm": {way: over(way) for way in WAYS}, "median_seconds": medians})
+        over = {way: ratio(s, seconds["mimicnorm"]) for way, s in seconds.items()}
+        medians = {way: round(statistics.median(s), 4) for way, s in seconds.items()}
+        rows.add({"cell": cell, "over_mimicnorm": over, "median_seconds": medians})
 
 
 def step_of(name: str, way: str, batch: int, pixels: int) -> Callable[[], None]:

@@ -1,14 +1,14 @@
 """Convert every BatchNorm classifier of torchvision and timm, and train each for one step.
 
-    python benchmarks/coverage.py [--limit N] [--fresh] [--shard 0/2] [--memory GIB] [--retry] [--only NAME]
+    python benchmarks/coverage.py [--shard 0/2] [--memory GIB] [--retry]
 
-Resumable: finished models are kept in ``results/coverage.jsonl`` and skipped; the summary is
-``results/coverage.json``. Shards may run side by side. For each model, at the smallest input it takes: converted
-(no batch-dependent module left but LastNorm; a training step gives a finite gradient to every parameter that had
-one; the share of owners that are centred), or refused by name. What would not fit into ``--memory`` takes its
-training step in micro-batches of one sample; if that would not fit either, on fake tensors: that every gradient exists
-is shown there, that it is finite is not. ``--retry`` with more memory examines those again. Whether the code as it is
-now decides for every model what it decided before is the question of ``golden.py``.
+Resumable: finished models are kept in ``results/coverage.jsonl`` and skipped (without a model's line, it is examined
+again); the summary is ``results/coverage.json``. Shards may run side by side. For each model, at the smallest input it
+takes: converted (no batch-dependent module left but LastNorm; a training step gives a finite gradient to every
+parameter that had one; the share of owners that are centred), or refused by name. What would not fit into ``--memory``
+takes its training step in micro-batches of one sample; if that would not fit either, on fake tensors: that every
+gradient exists is shown there, that it is finite is not. ``--retry`` with more memory examines those again. Whether the
+code as it is now decides for every model what it decided before is the question of ``golden.py``.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections import Counter
 
 import torch
 from provenance import RESULTS, provenance, save, zoo
+from rich.progress import track
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -169,45 +170,29 @@ def summarise(rows: list[dict]) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--limit", type=int, default=None, help="stop after so many models")
-    parser.add_argument("--fresh", action="store_true", help="forget earlier results")
     parser.add_argument(
         "--retry", action="store_true", help="examine again what was refused, broken, or took its step on fake tensors"
     )
     parser.add_argument("--memory", type=float, default=8.0, help="GiB that one real step may take")
     parser.add_argument("--shard", default="0/1", help="i/n: take every n-th model, beginning with the i-th")
-    parser.add_argument("--only", default=None, help="examine no model but this one")
     options = parser.parse_args()
     shard, shards = map(int, options.shard.split("/"))
     torch.set_num_threads(1)
     RESULTS.mkdir(exist_ok=True)
     log = RESULTS / "coverage.jsonl"
     rows = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
-    if options.retry or options.fresh:
+    if options.retry:
         settled = ("converted", "no batch norm")
-        rows = [
-            r
-            for r in rows
-            if options.only not in (None, r["name"])
-            or (not options.fresh and r["outcome"] in settled and r.get("step") != "fake")
-        ]
+        rows = [r for r in rows if r["outcome"] in settled and r.get("step") != "fake"]
         log.write_text("".join(json.dumps(r) + "\n" for r in rows))
     known = {(r["source"], r["name"]) for r in rows}
-    todo = [c for c in candidates()[shard::shards] if c not in known and options.only in (None, c[1])][: options.limit]
-    for i, (source, name) in enumerate(todo):
-        if not has_batch_norm(source, name):
-            row: dict = {"source": source, "name": name, "outcome": "no batch norm"}
-        else:
+    for source, name in track([c for c in candidates()[shard::shards] if c not in known], "examining"):
+        row: dict = {"source": source, "name": name, "outcome": "no batch norm"}
+        if has_batch_norm(source, name):
             try:
                 row = examine(source, name, options.memory)
             except Exception as error:
-                row = {
-                    "source": source,
-                    "name": name,
-                    "outcome": "error",
-                    "why": f"{type(error).__name__}: {error}"[:600],
-                }
-            print(f"{i + 1}/{len(todo)} {source}:{name} {row['outcome']} {row.get('why', '')[:200]}", flush=True)
+                row |= {"outcome": "error", "why": f"{type(error).__name__}: {error}"[:600]}
         with log.open("a") as f:
             f.write(json.dumps(row) + "\n")
         gc.collect()

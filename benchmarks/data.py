@@ -1,28 +1,25 @@
 """Images per second of the augmentation in memory, against torchvision's transforms; ``results/data.json``.
 
-    python benchmarks/data.py [--data-dir DIR] [--rounds 15]
+    python benchmarks/data.py --data-dir FOLDER [--rounds 15]
 
-One thread, one process, torchvision's in a DataLoader; rounds are interleaved and the ratio is taken within each. The
-images are CIFAR-100's training set where its files are at hand, random bytes otherwise: the work is the same.
+One thread, one process, torchvision's in a DataLoader, on CIFAR-100's training images; in turns, and the ratio is taken
+within a round.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable, Iterable
 
 import torch
 from provenance import provenance, save, zoo
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from mimicnorm import data, models
+from mimicnorm import data
+from mimicnorm.compare.timing import interleaved, summary
 from mimicnorm.data import Memory
-from mimicnorm.errors import DataError
 
-BATCH = 256
+BATCH, FEW, MANY = 256, 2_048, 20_480
 
 
 class Pictures(Dataset):
@@ -44,68 +41,25 @@ class Pictures(Dataset):
         return self.transform(Image.fromarray(self.pixels[index])), self.labels[index]
 
 
-def rate(batches: Callable[[], Iterable], count: int) -> tuple[float, float]:
-    """Images per second by the clock and by the processor's time, which neighbours on the machine do not stretch."""
-    wall, own = time.perf_counter(), time.process_time()
-    for _ in batches():
-        pass
-    return count / (time.perf_counter() - wall), count / (time.process_time() - own)
-
-
-def loaded(data_dir: str | None) -> tuple[Memory, dict]:
-    try:
-        wall, own = time.perf_counter(), time.process_time()
-        source = data.load("cifar100", data_dir=data_dir)
-        seconds = {"load_seconds": time.perf_counter() - wall, "load_cpu_seconds": time.process_time() - own}
-        return source, {"images": f"CIFAR-100, {len(source)} training images", **seconds}
-    except DataError:
-        images, labels = torch.randint(0, 256, (50_000, 3, 32, 32), dtype=torch.uint8), torch.zeros(50_000).long()
-        thirds = (0.5, 0.5, 0.5)
-        source = Memory("random", 100, (3, 32, 32), "cifar", "standard", thirds, thirds, images, labels)
-        return source, {"images": "random bytes"}
-
-
-def sizes() -> list[dict]:
-    rows = []
-    for name in models.names():
-        counts = {}
-        for stem in ("cifar", "imagenet"):
-            with torch.device("meta"):
-                counts[stem] = sum(p.numel() for p in models.build(name, input=stem).parameters())
-        rows.append({"network": name, "parameters": counts})
-    return rows
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data-dir")
+    parser.add_argument("--data-dir", required=True)
     parser.add_argument("--rounds", type=int, default=15)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    source, about = loaded(args.data_dir)
-    few, many = 2_048, 20_480
-    pictures = Pictures(source, few)
-    rows = []
-    for number in range(args.rounds):
-        order = torch.randperm(many, generator=torch.Generator().manual_seed(number))
-        ours = rate(lambda: source.batches(order.split(BATCH), seed=0, epoch=number, augment=True), many)  # noqa: B023
-        theirs = rate(lambda: DataLoader(pictures, BATCH, shuffle=True, num_workers=0), few)
-        rows.append({"ours": ours, "torchvision": theirs, "ratio": [a / b for a, b in zip(ours, theirs, strict=True)]})
-        print(f"round {number}: {rows[-1]['ratio'][0]:.1f} by the clock, {rows[-1]['ratio'][1]:.1f} by processor time")
-
-    def middle(key: str, which: int) -> float:
-        return statistics.median(row[key][which] for row in rows)
-
-    summary = {
-        "images_per_second": {"ours": middle("ours", 0), "torchvision": middle("torchvision", 0)},
-        "images_per_cpu_second": {"ours": middle("ours", 1), "torchvision": middle("torchvision", 1)},
-        "ratio": middle("ratio", 0),
-        "ratio_by_cpu_time": middle("ratio", 1),
-        "smallest_ratio": min(row["ratio"][0] for row in rows),
+    source = data.load("cifar100", data_dir=args.data_dir)
+    assert isinstance(source, Memory)
+    order = torch.randperm(MANY, generator=torch.Generator().manual_seed(0)).split(BATCH)
+    loader = DataLoader(Pictures(source, FEW), BATCH, shuffle=True, num_workers=0)
+    steps = {
+        "ours": lambda: list(map(len, source.batches(order, seed=0, epoch=0, augment=True))),
+        "torchvision": lambda: list(map(len, loader)),
     }
-    settings = provenance(batch=BATCH, threads=1, rounds=args.rounds)
-    save("data", {**about, **summary, "rounds": rows, "networks": sizes(), **settings})
-    print(summary)
+    measured = summary(interleaved(steps, rounds=args.rounds, budget=float("inf")), "ours")
+    rate = {"ours": MANY / measured["ours"]["seconds"], "torchvision": FEW / measured["torchvision"]["seconds"]}
+    ratio = {name: value * MANY / FEW for name, value in measured["torchvision"]["ratio"].items()}
+    about = provenance(batch=BATCH, threads=1, rounds=args.rounds)
+    print(save("data", {**about, "images_per_second": rate, "ratio": ratio}))
 
 
 if __name__ == "__main__":

@@ -36,13 +36,13 @@ import torch
 from coverage import smallest_input
 from provenance import ROOT, Rows, zoo
 from runs import RUNS, short
+from steps import ratio
 
 sys.path.insert(0, str(ROOT / "tests" / "deploy"))
 
 from stirred import stirred
 from test_zoo import TIMM, TORCHVISION, build
 
-from mimicnorm.compare.intervals import median
 from mimicnorm.compare.timing import interleaved
 from mimicnorm.deploy import accuracy, export, fold, fold_with_report, fuse, quantise
 from mimicnorm.deploy.export import session_of
@@ -198,13 +198,10 @@ def _timed(asked: argparse.Namespace, network: str, batch: int) -> dict[str, Any
             steps[f"{name}, onnxruntime"] = lambda session=session, feed=feed: session.run(None, feed)
         with torch.inference_mode():
             seconds = interleaved(steps, rounds=asked.rounds, budget=float("inf"))
-    ratios = {}
-    for way in ("eager", "onnxruntime"):
-        pairs = zip(seconds[f"folded, {way}"], seconds[f"fused, {way}"], strict=True)
-        ratios[way] = {k: round(v, 4) for k, v in median([a / b for a, b in pairs])._asdict().items()}
+    ways = ("eager", "onnxruntime")
     return {
-        "folded_over_fused": ratios,
-        "median_seconds": {name: round(median(s).value, 5) for name, s in seconds.items()},
+        "folded_over_fused": {way: ratio(seconds[f"folded, {way}"], seconds[f"fused, {way}"]) for way in ways},
+        "median_seconds": {name: round(statistics.median(s), 5) for name, s in seconds.items()},
         "onnx_bytes": sizes,
     }
 

@@ -114,21 +114,17 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--only", default="", help="only models whose name contains this")
     options = parser.parse_args()
-    if GOLDEN.exists():
-        golden = {line["model"]: line for line in map(json.loads, GOLDEN.read_text().splitlines())}
-        tasks = [(model, line["shape"]) for model, line in golden.items() if options.only in model]
-    else:
-        golden = {}
-        rows = [json.loads(line) for line in (RESULTS / "coverage.jsonl").read_text().splitlines()]
-        examined = sorted((f"{r['source']}:{r['name']}", r["shape"]) for r in rows if "shape" in r)
-        tasks = [(model, shape) for model, shape in examined if options.only in model]
+    golden = {line["model"]: line for line in map(json.loads, GOLDEN.read_text().splitlines())}
+    rows = [json.loads(line) for line in (RESULTS / "coverage.jsonl").read_text().splitlines()]
+    examined = sorted((f"{r['source']}:{r['name']}", r["shape"]) for r in rows if "shape" in r)
+    tasks = [(model, shape) for model, shape in examined if options.only in model]
     reasons: Counter[str] = Counter()
     lines = dict(golden)
     context = multiprocessing.get_context("spawn")
     with context.Pool(options.jobs, maxtasksperchild=20) as pool:
         for line, whole in track(pool.imap(examine, tasks), total=len(tasks), description="planning"):
             model = line["model"]
-            changed = differences(golden.get(model, {}), line) if golden else {}
+            changed = differences(golden.get(model, {}), line)
             if changed:
                 print(f"{model}: {changed}", flush=True)
                 reasons[", ".join(k for k in changed if k != "plan") or "the plan, with the same counts"] += 1

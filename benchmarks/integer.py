@@ -19,10 +19,12 @@ import functools
 import time as clock
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from provenance import ROOT, Rows
 from runs import SHORT
+from steps import training_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
@@ -30,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mimicnorm as mn
 from mimicnorm import models
-from mimicnorm.compare.timing import summary
+from mimicnorm.compare.timing import interleaved, summary
 from mimicnorm.integer import Trainer, convolve, run
 from mimicnorm.integer.formats import Block
 from mimicnorm.integer.matmul import matmul as product
@@ -65,29 +67,25 @@ def trained(options: argparse.Namespace, label: str, made: Recipe, **how: object
 # -- accuracy ----------------------------------------------------------------------------------------------------
 
 
-def digits(options: argparse.Namespace) -> None:
-    rows = Rows("integer-digits", "network", "kind", "seed", recipe="digits-resnet10", **EIGHTHS)
-    for network in DIGITS:
-        for seed in range(5):
+def accuracy(options: argparse.Namespace, part: str, networks: tuple[str, ...], seeds: int, **changes: Any) -> None:
+    """Train each network in integers and in fp32 under the same recipe."""
+    rows = Rows(f"integer-{part}", "network", "kind", "seed", **changes)
+    for seed in range(seeds):
+        for network in networks:
             for kind, fields in KINDS.items():
-                if (network, kind, seed) in rows:
-                    continue
-                made = recipe("digits-resnet10", model=network, seed=seed, **fields, **EIGHTHS)
-                about = {"network": network, "kind": kind, "seed": seed}
-                rows.add(about | trained(options, f"digits-{network}-{kind}-{seed}", made))
+                if (network, kind, seed) not in rows:
+                    base = {"model": network, "seed": seed, **fields, **changes}
+                    made = recipe("digits-resnet10" if part == "digits" else "cifar100-resnet18-desk", **base)
+                    about = {"network": network, "kind": kind, "seed": seed}
+                    rows.add(about | trained(options, f"{part}-{network}-{kind}-{seed}", made))
+
+
+def digits(options: argparse.Namespace) -> None:
+    accuracy(options, "digits", DIGITS, 5, **EIGHTHS)
 
 
 def cifar100(options: argparse.Namespace) -> None:
-    changes = SHORT | EIGHTHS
-    rows = Rows("integer-cifar100", "network", "kind", "seed", **changes)
-    for seed in range(options.seeds):
-        for network in SMALL:
-            for kind, fields in KINDS.items():
-                if (network, kind, seed) in rows:
-                    continue
-                made = recipe(f"cifar100-{network}-desk", seed=seed, **fields, **changes)
-                about = {"network": network, "kind": kind, "seed": seed}
-                rows.add(about | trained(options, f"cifar100-{network}-{kind}-{seed}", made))
+    accuracy(options, "cifar100", SMALL, options.seeds, **SHORT, **EIGHTHS)
 
 
 def ablation(options: argparse.Namespace) -> None:
@@ -108,20 +106,9 @@ def ablation(options: argparse.Namespace) -> None:
 # -- time --------------------------------------------------------------------------------------------------------
 
 
-def processor_seconds(ways: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return the processor time of each way, one per round, in turns.
-
-    Not the time on the clock: where other processes share the cores, a long product waits for them and a short one does
-    not, which would favour integers.
-    """
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for turn in range(rounds + 2):
-        for way, run_once in ways.items():
-            begun = clock.process_time()
-            run_once()
-            if turn >= 2:  # the first ones are slower
-                seconds[way].append(clock.process_time() - begun)
-    return seconds
+# Processor time: a long product waits for other processes on the cores and a short one does not, which would favour
+# integers by the clock.
+in_turns = functools.partial(interleaved, budget=float("inf"), clock=clock.process_time)
 
 
 def matmul(options: argparse.Namespace) -> None:
@@ -139,7 +126,7 @@ def matmul(options: argparse.Namespace) -> None:
             "bf16": lambda a=half, b=half_weight: a @ b.t(),
             "int8": lambda a=codes, b=weight: product(a, b.t()),
         }
-        seconds = processor_seconds(ways, options.rounds)
+        seconds = in_turns(ways, rounds=options.rounds)
         work = 2 * pixels * 9 * channels * channels
         rate = {way: work / min(s) / 1e9 for way, s in seconds.items()}
         rows.add({"channels": channels, "pixels": pixels, "gflops": rate, "over_fp32": summary(seconds, "fp32")})
@@ -153,16 +140,8 @@ def network(width: float, method: mn.Method | None = None) -> nn.Module:
 
 
 def float_step(model: nn.Module, images: Tensor, labels: Tensor) -> Callable[[], object]:
-    model = model.to(memory_format=torch.channels_last)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.875, weight_decay=5e-4)
     images = images.contiguous(memory_format=torch.channels_last)
-
-    def step() -> None:
-        optimizer.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
-        optimizer.step()
-
-    return step
+    return training_step(model.to(memory_format=torch.channels_last), images, labels, momentum=0.875)
 
 
 def step(options: argparse.Namespace) -> None:
@@ -175,7 +154,7 @@ def step(options: argparse.Namespace) -> None:
         for way, compiled in (("integers", False), ("compiled", True)):
             trainer = Trainer(network(width), lr=0.0, weight_decay=5e-4, compile=compiled)
             ways[way] = functools.partial(trainer.step, images, labels)
-        seconds = processor_seconds(ways, options.rounds)
+        seconds = in_turns(ways, rounds=options.rounds)
         rate = {way: batch / min(s) for way, s in seconds.items()}
         share = {way: share_of_products(ways[way]) for way in ("integers", "compiled")}
         row = {"width": width, "batch": batch, "images_per_second": rate, "share_of_products": share}
@@ -251,9 +230,12 @@ def bytes_(_: argparse.Namespace) -> None:
         model = network(width)
         step = float_step(model, images, labels)
         step()
-        saved = saved_by(model, images, labels)
         parameters = sum(p.numel() for p in model.parameters())
-        fp32 = {"saved": storages(saved), "state": 12 * parameters, "moved": traffic(step)}  # with the gradient
+        fp32 = {
+            "saved": storages(saved_by(model, images, labels)),
+            "state": 12 * parameters,
+            "moved": traffic(step),
+        }  # with the gradient
         trainer = Trainer(network(width), lr=0.0, weight_decay=5e-4)
         codes = trainer.encode(images)
         trainer.step(codes, labels)

@@ -18,14 +18,11 @@ from __future__ import annotations
 
 import argparse
 import copy
-import functools
 import gc
 import json
 import math
 import os
-import statistics
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +32,18 @@ import torch._inductor.config
 from coverage import build, smallest_input
 from provenance import RESULTS, ROOT, Rows, provenance, save, zoo
 from runs import available, trained
+from steps import checkpointed, ratio, really_saved, training_step
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
-from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).parent))  # the runs import keep_networks
 
 import keep_networks
-import provenance as provenance_file
-import runs as runs_file
 
 import mimicnorm as mn
 from mimicnorm import memory
+from mimicnorm.compare.timing import interleaved
+from mimicnorm.deploy.fold import relative_error
 from mimicnorm.errors import MimicNormError
 from mimicnorm.surgery.recorder import is_batch_norm
 from mimicnorm.training import recipe
@@ -99,8 +95,7 @@ def leaves(output: Any) -> list[Tensor]:
 
 def difference(a: Any, b: Any) -> float:
     """The largest difference of two outputs, relative to the largest value."""
-    pairs = list(zip(leaves(a), leaves(b), strict=True))
-    return max(float((s - t).detach().abs().max() / s.detach().abs().max()) for s, t in pairs)
+    return max(relative_error(s, t) for s, t in zip(leaves(a), leaves(b), strict=True))
 
 
 def gradient_difference(model: nn.Module, kept: nn.Module, moved: dict[str, str], x: Tensor) -> float:
@@ -193,19 +188,11 @@ WAYS: dict[str, dict[str, Any]] = {
     "keep, centred": {"model": "keep_networks:batchnorm", "method": "mimicnorm", "settings": ("min_fan_in=12",)},
 }
 SEEDS = (0, 1, 2)
-SMOKE: dict[str, Any] = {}
-
-
-def smoke() -> None:
-    """Shorten everything to a minute or two, with results in ``runs/smoke``."""
-    SMOKE.update({"limit": 256, "epochs": 1, "test_limit": 64})
-    globals().update(BATCHES=(32,), RATES=(0.03,), SEEDS=(0,))
-    provenance_file.RESULTS = runs_file.FOLDER = ROOT / "runs/smoke"
 
 
 def pretrain(data_dir: str) -> None:
     """Train on the first 50 classes; write the weights without the classifier, as they are and folded."""
-    fields = {"classes": "0-49", "epochs": 20, "batch": 128, "lr": 0.2, "schedule": "linear", "warmup": 0.1, **SMOKE}
+    fields = {"classes": "0-49", "epochs": 20, "batch": 128, "lr": 0.2, "schedule": "linear", "warmup": 0.1}
     chosen = recipe("cifar100-resnet18-desk", model="keep_networks:batchnorm", method="batchnorm", **fields)
     (((_, result)),) = run_all({"pretrained": chosen}, "runs", data_dir=data_dir)
     print(f"pretrained: {result.status}, top-1 {result.top1}", flush=True)
@@ -216,7 +203,7 @@ def pretrain(data_dir: str) -> None:
 
 
 def tuning(way: str, batch: int, rate: float, seed: int, **changes: Any) -> Recipe:
-    fields = {"init_from": PRETRAINED, "init": "keep", **COMMON, **WAYS[way], **changes, **SMOKE}
+    fields = {"init_from": PRETRAINED, "init": "keep", **COMMON, **WAYS[way], **changes}
     return recipe("cifar100-resnet18-desk", batch=batch, lr=rate * batch / 32, seed=seed, **fields)
 
 
@@ -321,6 +308,8 @@ def alternatives() -> None:
         "frozen BatchNorm, compiled, efficient_conv_bn_eval_fx_passes": (copy.deepcopy(frozen), True),
         "keep, compiled": (copy.deepcopy(kept["nonorm"]), False),
     }
+    images, labels = torch.randn(SHAPE), torch.zeros(SHAPE[0], dtype=torch.long)
+    baseline = training_step(copy.deepcopy(model).train(), images, labels)
     for name, (network, flag) in networks.items():
         if (name,) in rows:
             continue
@@ -331,46 +320,10 @@ def alternatives() -> None:
             torch._dynamo.reset()
             torch._inductor.config.efficient_conv_bn_eval_fx_passes = flag
             network.train().compile()
-            row["saved_bytes"] = really_saved(network)
-        row["seconds"] = seconds(network, model)
-        rows.add(row)
-
-
-def checkpointed(model: Any) -> nn.Module:
-    for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
-        for block in stage:
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-    return model
-
-
-def really_saved(model: nn.Module) -> int:
-    """Count what a compiled forward saves beside its input, parameters and buffers."""
-    images = torch.randn(SHAPE)
-    own = {t.untyped_storage()._cdata for t in (images, *model.parameters(), *model.buffers())}
-    found: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        if t.untyped_storage()._cdata not in own:
-            found[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
-        return t
-
-    with saved_tensors_hooks(pack, lambda t: t):
-        output = model(images)
-    del output
-    return sum(found.values())
-
-
-def seconds(network: nn.Module, baseline: nn.Module, rounds: int = 7) -> float:
-    """Time of a step over that of the BatchNorm network, median of interleaved rounds."""
-    images, ratios = torch.randn(SHAPE), []
-    for round_ in range(rounds + 1):
-        times = []
-        for model in (network, baseline):
-            start = time.perf_counter()
-            model.train()(images).square().mean().backward()
-            times.append(time.perf_counter() - start)
-        ratios += [times[0] / times[1]] * (round_ > 0)
-    return statistics.median(ratios)
+            row["saved_bytes"] = really_saved(network, images)
+        steps = {"this": training_step(network.train(), images, labels), "BatchNorm": baseline}
+        seconds = interleaved(steps, rounds=7, budget=float("inf"))
+        rows.add(row | {"seconds": ratio(seconds["this"], seconds["BatchNorm"])["value"]})
 
 
 def main() -> None:
@@ -378,11 +331,8 @@ def main() -> None:
     parser.add_argument("parts", nargs="+", choices=("equal", "rates", "seeds", "alternatives"))
     parser.add_argument("--data-dir")
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--smoke", action="store_true", help="few images and one epoch: does it run?")
     options = parser.parse_args()
     os.chdir(ROOT)  # the files of weights go by relative names
-    if options.smoke:
-        smoke()
     for part in options.parts:
         if part in ("equal", "alternatives"):
             {"equal": equal, "alternatives": alternatives}[part]()

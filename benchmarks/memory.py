@@ -15,7 +15,6 @@ import argparse
 import copy
 import gc
 import resource
-import statistics
 import sys
 import time
 from collections.abc import Callable
@@ -24,12 +23,11 @@ from pathlib import Path
 
 import torch
 from provenance import ROOT, Rows, provenance, save
+from steps import checkpointed, ratio, really_saved, training_step
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from mimicnorm import memory
+from mimicnorm.compare.timing import interleaved
 from mimicnorm.methods import BatchNorm, MimicNorm
 from mimicnorm.surgery.convert import convert
 
@@ -159,14 +157,6 @@ def prediction() -> None:
 # -- alternatives ------------------------------------------------------------------------------
 
 
-def checkpointed(model: nn.Module) -> nn.Module:
-    """Checkpoint every residual block, the usual grain."""
-    for stage in (model.layer1, model.layer2, model.layer3, model.layer4):
-        for block in stage:
-            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
-    return model
-
-
 def group_norm() -> nn.Module:
     from opacus.validators import ModuleValidator
 
@@ -195,14 +185,15 @@ def alternatives() -> None:
             "predicted_peak_mib": small.peak_bytes / MIB,
         }
         print(name, rows[name], flush=True)
-    seconds = _interleaved_seconds(networks, (batch, 3, image, image), rounds)
+    images, labels = torch.rand(batch, 3, image, image), torch.zeros(batch, dtype=torch.long)
+    steps = {name: training_step(network.train(), images, labels) for name, network in networks.items()}
+    seconds = interleaved(steps, rounds=rounds, budget=float("inf"))  # its first rounds warm up and compile
     for name, make in makers.items():
-        ratios = [mine / baseline for mine, baseline in zip(seconds[name], seconds["BatchNorm"], strict=True)]
         real = profiled_peak(make, (batch, 3, image, image), "sgd-momentum")
         rows[name] |= {
             "profiled_peak_mib": real / MIB,
             "seconds_per_step": seconds[name],
-            "median_seconds_over_batchnorm": statistics.median(ratios),
+            "median_seconds_over_batchnorm": ratio(seconds[name], seconds["BatchNorm"])["value"],
         }
         print(name, rows[name], flush=True)
     settings = {"network": "resnet50", "batch": batch, "image": image, "rounds": rounds, "optimizer": "sgd-momentum"}
@@ -212,22 +203,6 @@ def alternatives() -> None:
 def _compiled(model: nn.Module) -> nn.Module:
     model.compile()
     return model
-
-
-def _interleaved_seconds(networks: dict[str, nn.Module], shape: tuple[int, ...], rounds: int) -> dict[str, list[float]]:
-    images, classes = torch.rand(shape), torch.zeros(shape[0], dtype=torch.long)
-    optimizers = {name: torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9) for name, net in networks.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in networks}
-    for round_ in range(rounds + 1):  # the first warms up and compiles
-        for name, network in networks.items():
-            network.train()
-            start = time.perf_counter()
-            optimizers[name].zero_grad()
-            F.cross_entropy(network(images), classes).backward()
-            optimizers[name].step()
-            if round_ > 0:
-                seconds[name].append(time.perf_counter() - start)
-    return seconds
 
 
 # -- inductor ----------------------------------------------------------------------------------
@@ -243,28 +218,15 @@ def inductor() -> None:
             torch._dynamo.reset()
             model = convert(ten_layers(), method, example=shape, init=None).to(memory_format=layout)
             images = torch.rand(shape).contiguous(memory_format=layout)
-            own = {t.untyped_storage()._cdata for t in (images, *model.parameters(), *model.buffers())}
-            found: dict[int, int] = {}
-
-            def pack(tensor: torch.Tensor, found=found, own=own) -> torch.Tensor:
-                storage = tensor.untyped_storage()
-                if storage._cdata not in own:
-                    found[storage._cdata] = storage.nbytes()
-                return tensor
-
             model.train().compile()
-            predicted = memory.measure(model, images).saved_bytes
-            with saved_tensors_hooks(pack, lambda tensor: tensor):
-                loss = F.cross_entropy(model(images), torch.zeros(shape[0], dtype=torch.long))
             rows.append(
                 {
                     "method": method.name,
                     "layout": str(layout).removeprefix("torch."),
-                    "predicted_saved_bytes": predicted,
-                    "really_saved_bytes": sum(found.values()),
+                    "predicted_saved_bytes": memory.measure(model, images).saved_bytes,
+                    "really_saved_bytes": really_saved(model, images),
                 }
             )
-            del loss
             print(rows[-1], flush=True)
     save("memory-inductor", provenance(network="ResNet of ten layers", shape=shape) | {"rows": rows})
 

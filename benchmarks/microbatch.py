@@ -21,24 +21,28 @@ they were interrupted.
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import exactness
 import torch
 import torch.nn.functional as F
+from blocks.text import load
 from exactness import NETWORKS, accumulate, resnet18
-from provenance import RESULTS, ROOT, Rows, provenance, save, zoo
+from provenance import ROOT, Rows, provenance, save, zoo
 from torch import Tensor, nn
 from whole_and_parts import SavedBytes, dict_loss
 
 import mimicnorm as mn
+from mimicnorm.compare.timing import interleaved, summary
 from mimicnorm.layers import LastNorm
 from mimicnorm.microbatch import backward
+from mimicnorm.pictures import canvas
+from mimicnorm.pictures import save as save_picture
 
 FIGURES = ROOT / "docs" / "figures"
 
@@ -191,33 +195,20 @@ def timing(batch: int = 32, side: int = 112, micro_batch: int = 8, rounds: int =
     net = resnet18(1000)
     mn.convert_(net, mn.MimicNorm(), example=(2, 3, side, side), init="theory")
     x, y = torch.randn(batch, 3, side, side), torch.randint(1000, (batch,))
-    clocks = {"wall": time.perf_counter, "processor": time.process_time}
-    seconds = {clock: {"accumulate": [], "exact": []} for clock in clocks}
-    for r in range(rounds + 1):
-        for way in ("accumulate", "exact") if r % 2 else ("exact", "accumulate"):
-            net.zero_grad()
-            start = {clock: read() for clock, read in clocks.items()}
-            gradient_step(net, way, x, y, micro_batch)
-            for clock, read in clocks.items():
-                seconds[clock][way] += [read() - start[clock]] if r else []  # the first round warms up
+
+    def step(way: str) -> None:
+        net.zero_grad()
+        gradient_step(net, way, x, y, micro_batch)
+
+    steps = {way: partial(step, way) for way in ("accumulate", "exact")}
     found = {}
-    for clock, of in seconds.items():
-        ratios = sorted(b / a for a, b in zip(of["accumulate"], of["exact"], strict=True))
-        found[clock] = {
-            "ratio_median": statistics.median(ratios),
-            "ratio_quartiles": [ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]],
-            "ratio_of_minima": min(of["exact"]) / min(of["accumulate"]),
-            "seconds": of,
-        }
-        print(clock, found[clock])
-    return {
-        "network": "ResNet-18",
-        "pixels": side,
-        "batch": batch,
-        "micro_batch": micro_batch,
-        "rounds": rounds,
-        **found,
-    }
+    for name, clock in {"wall": time.perf_counter, "processor": time.process_time}.items():
+        seconds = interleaved(steps, rounds=rounds, budget=float("inf"), clock=clock)
+        measured = summary(seconds, "accumulate")["exact"]["ratio"]
+        found[name] = {"ratio_median": measured["value"], "ratio": measured, "seconds": seconds}
+        print(name, measured)
+    about = {"network": "ResNet-18", "pixels": side, "batch": batch, "micro_batch": micro_batch, "rounds": rounds}
+    return about | found
 
 
 WAYS = {
@@ -268,18 +259,8 @@ def colour(name: str) -> str:
 
 
 def figures() -> None:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    def start() -> tuple:
-        figure = Figure(figsize=(6.4, 3.8), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots()
-        axes.spines[["top", "right"]].set_visible(False)
-        return figure, axes
-
-    data = json.loads((RESULTS / "microbatch-training.json").read_text())
-    figure, axes = start()
+    data = load("microbatch-training")
+    figure, (axes,) = canvas(1, 1, 6.4, 3.8)
     for name, apart in data["weights_apart"].items():
         line = ":" if "another order" in name else "--" if "fp32" in name else "-"
         axes.semilogy(range(1, len(apart) + 1), apart, color=colour(name), linestyle=line, label=name)
@@ -287,10 +268,10 @@ def figures() -> None:
     axes.set_xlabel(f"step (batch {data['batch']}, micro-batch {data['micro_batch']})")
     axes.set_ylabel("distance from the weights of\nthe full-batch run (relative)")
     axes.legend(frameon=False, fontsize=8, loc="center right", bbox_to_anchor=(1, 0.42), reverse=True)
-    figure.savefig(FIGURES / "microbatch-training.png", dpi=150)
+    save_picture(figure, FIGURES / "microbatch-training.png", dpi=150)
 
-    data = json.loads((RESULTS / "microbatch-accuracy.json").read_text())
-    figure, axes = start()
+    data = load("microbatch-accuracy")
+    figure, (axes,) = canvas(1, 1, 6.4, 3.8)
     floor = 90
     for i, name in enumerate(WAYS):
         rows = sorted((r for r in data["rows"] if r["method"] == name), key=lambda r: r["micro_batch"])
@@ -306,10 +287,10 @@ def figures() -> None:
     axes.set_ylim(floor, 100)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sizes := (1, 2, 4, 16, 64), [str(s) for s in sizes])
-    axes.set_xlabel(f"micro-batch (batch {(data | data['settings'])['batch']} in all)")
+    axes.set_xlabel(f"micro-batch (batch {data['settings']['batch']} in all)")
     axes.set_ylabel("test accuracy on digits, %")
     axes.legend(frameon=False, fontsize=8, loc="lower right")
-    figure.savefig(FIGURES / "microbatch-accuracy.png", dpi=150)
+    save_picture(figure, FIGURES / "microbatch-accuracy.png", dpi=150)
 
 
 PARTS: dict[str, Callable[[], dict]] = {"training": training, "memory": memory, "time": timing}

@@ -11,15 +11,14 @@ import argparse
 import json
 import math
 import os
-import platform
 import re
 import resource
-import subprocess
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from provenance import provenance
 
 from mimicnorm.data import Memory, load
 from mimicnorm.theory import (
@@ -286,13 +285,10 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     data = mnist(options.data_dir)
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
+    about = provenance(seed=SEED, count=options.count, threads=options.threads)
     result = {
-        "seed": SEED,
-        "count": options.count,
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        **about,
         "commits": {},
-        "threads": torch.get_num_threads(),
         "activations": {name: {"gain": gain(name), **asdict(activation_stats(name))} for name in SIX},
         "dual_relu_at_0_times_2pi": float(dual("relu", 0.0)) * 2 * math.pi,
     }
@@ -314,7 +310,7 @@ def main() -> None:
         result = json.loads(out.read_text()) | {k: v for k, v in result.items() if k != "commits"}
     for name in options.only or parts:
         start = time.perf_counter()
-        result[name], result["commits"][name] = parts[name](), commit
+        result[name], result["commits"][name] = parts[name](), about["commit"]
         text = json.dumps(result, indent=1)  # the innermost lists and objects on one line each
         text = re.sub(r"[\[{][^\[\]{}]*[\]}]", lambda match: re.sub(r"\s+", " ", match.group()), text)
         out.write_text(text + "\n")

@@ -20,8 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from provenance import provenance, save
+from steps import training_step
 
 from mimicnorm import data
 from mimicnorm.training import Recipe, network, recipe, train
@@ -55,15 +55,12 @@ class Stamped:
 def bare_steps(r: Recipe, source: data.Source, steps: int) -> list[Stamp]:
     """When each bare step began."""
     model = network(r, source).to(memory_format=torch.channels_last).train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=r.momentum, weight_decay=r.weight_decay)
     images, labels = next(source.batches([torch.arange(r.batch)], seed=0, epoch=0, augment=True))
-    images = images.to(memory_format=torch.channels_last)
+    step = training_step(model, images.to(memory_format=torch.channels_last), labels)
     stamps = []
     for _ in range(steps):
         stamps.append(now())
-        optimizer.zero_grad()
-        F.cross_entropy(model(images), labels).backward()
-        optimizer.step()
+        step()
     return stamps
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
 
-from blocks.text import load, named, prose, table
+from blocks.text import load, named, percent, prose, table
 from mimicnorm.compare.intervals import difference
 
 _LABELS = {"fine": "100 classes", "coarse": "20 classes", "ten": "ten classes", "mnist": "MNIST"}
@@ -17,22 +16,13 @@ def _part(name: str) -> dict[tuple[str, ...], dict]:
     return {tuple(label.split(", ")): row for label, row in parts.get(name, {}).items()}
 
 
-def _percent(values: Iterable[float | None]) -> str:
-    """Mean and standard deviation in percent; a run that diverged has no accuracy."""
-    known = [100 * v for v in values if v is not None]
-    spread = f" ± {statistics.stdev(known):.1f}" if len(known) > 1 else ""
-    return f"{statistics.mean(known):.1f}{spread}" if known else "diverged"
-
-
 def _mean(rows: list[dict], key: str) -> str:
     known = [r[key] for r in rows if r[key] is not None]
     return f"{statistics.mean(known):.3f}" if known else "-"
 
 
 def _cells(rows: list[dict]) -> tuple[str, ...]:
-    return _percent(r["top1"] for r in rows), *(
-        _mean(rows, k) for k in ("test_loss", "confidence", "calibration_error")
-    )
+    return percent(r["top1"] for r in rows), *(_mean(rows, k) for k in ("test_loss", "confidence", "calibration_error"))
 
 
 def accuracy_rates() -> str:
@@ -41,7 +31,7 @@ def accuracy_rates() -> str:
     lines = []
     for data, method in dict.fromkeys((data, method) for data, method, _ in runs):
         at = {float(rate): r["top1"] for (d, m, rate), r in runs.items() if (d, m) == (data, method)}
-        cells = [_percent([at[rate]]) if rate in at else "" for rate in rates]
+        cells = [percent([at[rate]]) if rate in at else "" for rate in rates]
         lines.append((_LABELS[data], named(method), *cells))
     return table(" | ".join(("labels", "method", *(f"{rate:g}" for rate in rates))), lines, left=2)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-
-from blocks.text import cell_name, load, named, table
+from blocks.text import cell_name, interval, load, named, percent, table
 
 
 def compress_bytes() -> str:
@@ -34,22 +32,15 @@ def compress_exactness() -> str:
 def compress_time() -> str:
     rows = load("compress-time")["rows"]
     ways = [way for way in rows[0]["over_mimicnorm"] if way != "mimicnorm"]
-
-    def cell(ratio: dict) -> str:
-        return f"{ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
-
     head = " | ".join(("time / `mimicnorm`", *(cell_name(r["cell"]) for r in rows)))
-    return table(head, [[f"`{way}`", *(cell(r["over_mimicnorm"][way]) for r in rows)] for way in ways])
+    return table(head, [[f"`{way}`", *(interval(r["over_mimicnorm"][way]) for r in rows)] for way in ways])
 
 
 def compress_accuracy() -> str:
     of = {(r["method"], r["bits"]): r["accuracy"] for r in load("compress-accuracy")["rows"]}
 
     def cell(tops: list) -> str:
-        if None in tops:
-            return f"{tops.count(None)} of {len(tops)} diverged"
-        spread = f" ± {100 * statistics.stdev(tops):.1f}" if len(tops) > 1 else ""
-        return f"{100 * statistics.mean(tops):.1f}{spread}"
+        return f"{tops.count(None)} of {len(tops)} diverged" if None in tops else percent(tops)
 
     widths = sorted({bits for _, bits in of}, reverse=True)
     lines = [[named(m), *(cell(of.get((m, b), [None])) for b in widths)] for m in dict.fromkeys(m for m, _ in of)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from blocks.text import MIB, NAMES, load, prose, small, table
+from blocks.text import MIB, NAMES, interval, load, prose, small, table
 
 
 def folded() -> str:
@@ -61,7 +61,7 @@ def inference() -> str:
     lines = []
     for r in load("deploy-time")["rows"]:
         ratios = [r["folded_over_fused"][way] for way in ("eager", "onnxruntime")]
-        cells = [f"{c['value']:.3f} [{c['low']:.3f}, {c['high']:.3f}]" for c in ratios]
+        cells = [interval(ratio, 3) for ratio in ratios]
         sizes = r["onnx_bytes"]["folded"] / r["onnx_bytes"]["fused"]
         lines.append([NAMES.get(r["network"], r["network"]), r["batch"], *cells, f"{sizes:.3f}"])
     text = (

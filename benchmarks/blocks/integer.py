@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
 
-from blocks.text import MIB, load, named, table
-
-
-def _tops(rows: Iterable[dict], **wanted: object) -> list[float]:
-    return [100 * r["top1"] for r in rows if all(r[k] == v for k, v in wanted.items()) and r["top1"] is not None]
+from blocks.text import MIB, load, named, percent, table
 
 
-def _mean_and_spread(tops: list[float]) -> str:
-    spread = f" ± {statistics.stdev(tops):.1f}" if len(tops) > 1 else ""
-    return f"{statistics.mean(tops):.1f}{spread}" if tops else "diverged"
+def _tops(rows: list[dict], **wanted: object) -> list[float]:
+    return [r["top1"] for r in rows if all(r[k] == v for k, v in wanted.items()) and r["top1"] is not None]
 
 
 def _integer_accuracy(part: str) -> str:
@@ -22,8 +16,8 @@ def _integer_accuracy(part: str) -> str:
     lines = []
     for network in dict.fromkeys(r["network"] for r in rows):
         pair = [_tops(rows, network=network, kind=kind) for kind in ("fp32", "integers")]
-        apart = f"{statistics.mean(pair[1]) - statistics.mean(pair[0]):+.1f}" if all(pair) else "-"
-        lines.append([named(network), len(pair[1]), *map(_mean_and_spread, pair), apart])
+        apart = f"{100 * (statistics.mean(pair[1]) - statistics.mean(pair[0])):+.1f}" if all(pair) else "-"
+        lines.append([named(network), len(pair[1]), *map(percent, pair), apart])
     return table("network | seeds | fp32, % | integers, % | difference", lines)
 
 
@@ -38,7 +32,7 @@ def integer_cifar100() -> str:
 def integer_ablation() -> str:
     rows = load("integer-ablation")["rows"]
     ways = dict.fromkeys(r["way"] for r in rows)
-    cells = [[way, *(_mean_and_spread(_tops(rows, way=way, kind=k)) for k in ("integers", "fp32"))] for way in ways]
+    cells = [[way, *(percent(_tops(rows, way=way, kind=k)) for k in ("integers", "fp32"))] for way in ways]
     twins = {r["way"] for r in rows if r["kind"] == "fp32"}
     return table("ResNet-18 | integers, % | fp32, %", [[w, i, f if w in twins else "-"] for w, i, f in cells])
 

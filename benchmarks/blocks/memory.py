@@ -70,22 +70,15 @@ def inductor() -> str:
 
 def alternatives() -> str:
     head = "network | saved MiB per image | peak GiB, batch 256 | peak MiB, batch 4 | profiled | time / BatchNorm"
-
-    def number(row: dict, key: str, form: str) -> str:
-        return format(row[key], form) if key in row else "-"
-
-    lines = [
-        [
-            name,
-            number(r, "saved_mib_per_image", ".2f"),
-            number(r, "predicted_peak_gib_at_batch_256", ".2f"),
-            number(r, "predicted_peak_mib", ".0f"),
-            number(r, "profiled_peak_mib", ".0f"),
-            number(r, "median_seconds_over_batchnorm", ".2f"),
-        ]
-        for name, r in load("memory-alternatives")["rows"].items()
-    ]
-    return table(head, lines)
+    forms = {
+        "saved_mib_per_image": ".2f",
+        "predicted_peak_gib_at_batch_256": ".2f",
+        "predicted_peak_mib": ".0f",
+        "profiled_peak_mib": ".0f",
+        "median_seconds_over_batchnorm": ".2f",
+    }
+    rows = load("memory-alternatives")["rows"].items()
+    return table(head, [[name, *(format(r[key], form) for key, form in forms.items())] for name, r in rows])
 
 
 def checkpointing() -> str:

@@ -27,9 +27,7 @@ def time() -> str:
 def exactness() -> str:
     """One row per network, one pair of columns per way; a dash where it has not been measured."""
     ways = ("exact", "randomness", "ranks", "traced", "compiled")
-    files = {way: load(f"microbatch-{way}") for way in ways}
-    # The inductor file on record is of an earlier form: fp64, two networks.
-    rows = {w: [{"dtype": "float64", **r} for r in f.get("rows", f.get("gradient_fp64"))] for w, f in files.items()}
+    rows = {way: load(f"microbatch-{way}")["rows"] for way in ways}
     networks = list(dict.fromkeys(r["network"] for r in rows["exact"]))
     lines = []
     for network in networks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from blocks.text import MIB, load, table
+from blocks.text import MIB, interval, load, table
 
 
 def opacus_cost() -> str:
@@ -10,8 +10,7 @@ def opacus_cost() -> str:
     first = {r["network"]: r for r in reversed(rows)}  # GroupNorm, which the others are compared with
 
     def ratio(r: dict) -> str:
-        time = r["ratio"]
-        return "1" if r is first[r["network"]] else f"{time['value']:.2f} [{time['low']:.2f}, {time['high']:.2f}]"
+        return "1" if r is first[r["network"]] else interval(r["ratio"])
 
     lines = (
         (r["network"], r["method"], f"{r['saved_bytes'] / MIB:.1f}", f"{r['peak_bytes'] / MIB:.1f}", ratio(r))

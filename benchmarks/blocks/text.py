@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -62,6 +63,19 @@ def table(head: str, rows: Iterable[Iterable[object]], left: int = 1) -> str:
     rule = "|" + "---|" * left + "---:|" * (len(titles) - left)
     first, *others = ("| " + " | ".join(map(str, line)) + " |" for line in [titles, *rows])
     return "\n".join([first, rule, *others])
+
+
+def percent(tops: Iterable[float | None]) -> str:
+    """Mean and standard deviation in percent; a run that diverged has no accuracy."""
+    known = [100 * top for top in tops if top is not None]
+    spread = f" ± {statistics.stdev(known):.1f}" if len(known) > 1 else ""
+    return f"{statistics.mean(known):.1f}{spread}" if known else "diverged"
+
+
+def interval(ratio: dict, digits: int = 2) -> str:
+    """A ratio with its 95 % interval."""
+    value, low, high = (f"{ratio[key]:.{digits}f}" for key in ("value", "low", "high"))
+    return f"{value} [{low}, {high}]"
 
 
 def prose(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from blocks.text import cell_name, load, named, table
+from blocks.text import cell_name, interval, load, named, table
 
 
 def _compared(name: str) -> str:
@@ -35,7 +35,7 @@ def speed() -> str:
 
     def cell(row: dict, method: str) -> str:
         ratio = row["batchnorm_over"].get(method)
-        return "-" if ratio is None else f"{ratio['value']:.2f} [{ratio['low']:.2f}, {ratio['high']:.2f}]"
+        return "-" if ratio is None else interval(ratio)
 
     head = " | ".join(("BatchNorm's time / that of", *map(named, methods)))
     return table(head, [(cell_name(r["cell"]), *(cell(r, m) for m in methods)) for r in rows])
@@ -78,7 +78,7 @@ def centring() -> str:
         cells = [cell_name(row["cell"])]
         for method, share in row["centring_share"].items():
             over = row["over_nonorm"][method]
-            cells += [f"{100 * share['value']:.1f} %", f"{over['value']:.3f} [{over['low']:.3f}, {over['high']:.3f}]"]
+            cells += [f"{100 * share['value']:.1f} %", interval(over, 3)]
         rows.append(tuple(cells))
     head = "network, batch, pixels | forward: share of a step | time / no norm | backward: share | time / no norm"
     return table(head, rows)

@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import small
 
-from mimicnorm.compare import run
+from mimicnorm.compare import run, stages
 from mimicnorm.training import recipe, sweep, train
 
 
@@ -42,7 +42,17 @@ def compared(tmp_path_factory):
 
 @pytest.fixture
 def trains_here(monkeypatch):
+    """Runs are trained in this process, and no memory is predicted."""
     monkeypatch.setattr(sweep, "_start", TrainsHere)
+    monkeypatch.setattr(
+        stages, "memory_by_method", lambda trainers, _: {name: {"why_not": "a test"} for name in trainers}
+    )
+
+
+@pytest.fixture
+def converts_nothing(monkeypatch):
+    """For what is refused before anybody looks at a plan."""
+    monkeypatch.setattr(stages, "applied", lambda job, *_: ({}, {entry.label: {} for entry in job.entries}))
 
 
 @pytest.fixture

@@ -21,14 +21,6 @@ def test_the_table_names_the_methods_and_the_page_how_to_repeat_it(tmp_path, cap
     assert data["command"].startswith("mimicnorm compare --methods batchnorm,nonorm --seeds 1 --out '")
 
 
-def test_a_batch_larger_than_the_data_is_one_line_and_leaves_nothing(tmp_path, capsys):
-    assert main(["compare", "--out", str(tmp_path / "out"), *SMALL, "--batch", "5000"]) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "mimicnorm: batch=5000 is more than the 48 training images: give less"
-    ]
-    assert not (tmp_path / "out").exists()
-
-
 def test_torchrun_is_refused(monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
     assert main(["compare", *SMALL]) == 2

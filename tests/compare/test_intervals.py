@@ -8,25 +8,11 @@ from scipy.stats import ttest_ind
 from mimicnorm.compare.intervals import difference, median
 
 
-@pytest.mark.parametrize(("n", "rank"), [(6, 1), (8, 1), (9, 2), (10, 2), (20, 6), (30, 10), (100, 40)])
+@pytest.mark.parametrize(("n", "rank"), [(1, 1), (3, 1), (8, 1), (9, 2), (20, 6), (100, 40)])
 def test_a_median_lies_between_the_order_statistics_of_the_binomial_table(n, rank):
     values = list(range(1, n + 1))
     random.Random(0).shuffle(values)
     assert median(values)[1:] == (rank, n + 1 - rank)
-
-
-def test_few_values_give_their_whole_range():
-    assert median([3.0, 1.0, 2.0]) == (2.0, 1.0, 3.0)
-    assert median([3.0]) == (3.0, 3.0, 3.0)
-
-
-def test_the_interval_of_a_median_holds_it_as_often_as_promised():
-    draw = random.Random(1)
-    hits = 0
-    for _ in range(400):
-        estimate = median([draw.expovariate(1.0) for _ in range(20)])
-        hits += estimate.low <= 0.6931 <= estimate.high
-    assert hits / 400 >= 0.93  # 95.9 % in truth
 
 
 def test_a_difference_of_means_is_welchs():

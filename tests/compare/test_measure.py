@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import small
 import torch
@@ -26,8 +28,14 @@ def predicted(method: str = "mimicnorm", processes: Processes = CPU, **changes) 
     return memory_of(trainer, source)
 
 
-def by_hand(example: torch.Tensor, method: str = "mimicnorm", **how) -> memory.Analysis:
-    job = small.job(method, **SIZES)
+@functools.cache
+def usual() -> dict:
+    """What is predicted without any changes."""
+    return predicted()
+
+
+def by_hand(example: torch.Tensor, **how) -> memory.Analysis:
+    job = small.job("mimicnorm", **SIZES)
     net = network(job.run_recipe(job.entries[0]), load(job.recipe)[0])
     net = net.to(memory_format=torch.channels_last if example is LAST else torch.contiguous_format)
 
@@ -42,41 +50,39 @@ LAST = torch.empty(IMAGES.shape, memory_format=torch.channels_last)
 
 
 def test_the_memory_format_is_that_of_training():
-    by_format = {last: predicted(channels_last=last) for last in (True, False)}
-    assert by_format[True]["peak_bytes"] == by_hand(LAST).peak_bytes
-    assert by_format[False]["peak_bytes"] == by_hand(IMAGES).peak_bytes
-    assert by_format[True]["peak_bytes"] != by_format[False]["peak_bytes"]
+    plain = predicted(channels_last=False)
+    assert usual()["peak_bytes"] == by_hand(LAST).peak_bytes
+    assert plain["peak_bytes"] == by_hand(IMAGES).peak_bytes
+    assert usual()["peak_bytes"] != plain["peak_bytes"]
 
 
-@pytest.mark.parametrize("method", ["mimicnorm", "nonorm"])
-def test_micro_batches_are_predicted_as_such(method):
-    whole, parts = (predicted(method, micro_batch=size) for size in (0, 32))
+def test_micro_batches_are_predicted_as_such():
+    whole, parts = usual(), predicted(micro_batch=32)
     assert parts["peak_bytes"] < 0.7 * whole["peak_bytes"]
-    assert parts["peak_bytes"] == by_hand(LAST, method, micro_batch=32).peak_bytes
+    assert parts["peak_bytes"] == by_hand(LAST, micro_batch=32).peak_bytes
     assert parts["saved_bytes_per_image"] == pytest.approx(whole["saved_bytes_per_image"], rel=0.02)
 
 
 def test_activation_bits_are_predicted_as_such():
-    plain, few = predicted(), predicted(activation_bits=8)
-    assert few["saved_bytes_per_image"] < 0.3 * plain["saved_bytes_per_image"]
+    few = predicted(activation_bits=8)
+    assert few["saved_bytes_per_image"] < 0.3 * usual()["saved_bytes_per_image"]
     assert few["peak_bytes"] == by_hand(LAST, activation_bits=8).peak_bytes
 
 
 def test_the_device_is_that_of_training():
     elsewhere = predicted(processes=Processes(torch.device("meta")))
-    assert (elsewhere["device"], predicted()["device"]) == ("meta", "cpu")
-    assert elsewhere["peak_bytes"] < predicted()["peak_bytes"]  # no copies inside the CPU's convolutions
+    assert (elsewhere["device"], usual()["device"]) == ("meta", "cpu")
+    assert elsewhere["peak_bytes"] < usual()["peak_bytes"]  # no copies inside the CPU's convolutions
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_a_compiled_network_is_predicted_compiled():
-    eager, compiled = (predicted(compile=compiled) for compiled in (False, True))
-    assert compiled["saved_bytes_per_image"] < eager["saved_bytes_per_image"]
+    compiled = predicted(compile=True)
+    assert compiled["saved_bytes_per_image"] < usual()["saved_bytes_per_image"]
     assert "note" not in compiled
 
 
 def test_where_the_compiled_network_cannot_be_predicted_the_plain_one_is_and_it_is_said(monkeypatch):
-    plain = memory.measure
+    plain, expected = memory.measure, usual()
 
     def refusing(model, *args, **how):
         if isinstance(model, OptimizedModule):
@@ -85,7 +91,7 @@ def test_where_the_compiled_network_cannot_be_predicted_the_plain_one_is_and_it_
 
     monkeypatch.setattr(memory, "measure", refusing)
     found = predicted(compile=True)
-    assert found == {**predicted(compile=False), "note": "predicted without torch.compile: no graph"}
+    assert found == {**expected, "note": "predicted without torch.compile: no graph"}
     methods = [{"memory": found, "label": "mimicnorm"}]
     data = {"settings": {"compile": True, "batch": 16}, "methods": methods}
     assert report.summary.about_memory(data).endswith("for cpu. Predicted without torch.compile: no graph.")
@@ -93,13 +99,8 @@ def test_where_the_compiled_network_cannot_be_predicted_the_plain_one_is_and_it_
 
 
 def test_compiled_and_plain_predictions_are_not_set_against_each_other(monkeypatch):
-    found = iter(
-        [
-            {"saved_bytes_per_image": 2.0, "peak_bytes": 2, "device": "cpu"},
-            {"saved_bytes_per_image": 1.0, "peak_bytes": 1, "device": "cpu", "note": "predicted without torch.compile"},
-            {"saved_bytes_per_image": 1.0, "peak_bytes": 1, "device": "cpu"},
-        ]
-    )
+    plain = {"saved_bytes_per_image": 2.0, "peak_bytes": 2, "device": "cpu"}
+    found = iter([plain, {**plain, "note": "predicted without torch.compile"}, {**plain, "peak_bytes": 1}])
     monkeypatch.setattr(measure, "memory_of", lambda *_: next(found))
     amounts = memory_by_method(dict.fromkeys(("batchnorm", "mimicnorm", "nonorm")), None)
     assert [entry.get("peak_ratio") for entry in amounts.values()] == [1.0, None, 0.5]

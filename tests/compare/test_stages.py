@@ -49,16 +49,15 @@ def test_every_method_has_accuracy_memory_time_and_a_plan(compared):
             assert m["calibration"][name]["mean"] == pytest.approx(sum(end[name] for end in ends) / len(ends))
 
 
-def test_the_folder_of_a_run_names_method_seed_and_hash(compared):
-    out, data = compared
-    job, names = small.job(), [r["folder"] for m in data["methods"] for r in m["runs"]]
-    assert sorted(names) == sorted(path.name for path in out.iterdir() if path.is_dir())
-    assert names[-1] == f"nonorm-seed0-{job.run_recipe(job.entries[2]).key()}"
-
-
-def test_the_same_call_again_trains_nothing_and_keeps_the_times(compared, trains_nothing):
-    out, before = compared
-    assert run(small.job(), out, progress=False)["methods"] == before["methods"]
+def test_methods_that_are_left_out_come_back_and_the_same_call_again_trains_nothing(
+    compared, copied, capsys, trains_nothing
+):
+    before = compared[1]["methods"]
+    assert run(small.job(), copied, progress=False)["methods"] == before  # with the times
+    run(small.job("batchnorm,nonorm:1", rounds=0), copied)
+    assert f"left out this time: mimicnorm. Their runs stay in {copied} and come back" in capsys.readouterr().out
+    again = run(small.job(rounds=0), copied, progress=False)
+    assert [m["runs"] for m in again["methods"]] == [m["runs"] for m in before]
 
 
 def test_more_methods_and_seeds_are_added(copied, trains_here):
@@ -71,30 +70,20 @@ def test_more_methods_and_seeds_are_added(copied, trains_here):
     assert list(copied.glob("last-bn-seed0-*"))
 
 
-def test_other_settings_need_another_folder(compared):
+def test_other_settings_need_another_folder(compared, converts_nothing):
     with pytest.raises(MimicNormError, match=r"other settings: epochs was 1 and is 2.*--out"):
         run(small.job(epochs=2), compared[0], progress=False)
 
 
-@pytest.mark.parametrize("without", ["nothing", "compare.json"])
-def test_other_data_of_the_same_size_needs_another_folder(copied, monkeypatch, without):
+def test_other_data_of_the_same_size_needs_another_folder(copied, monkeypatch, converts_nothing):
     """The comparison knows its data, and so does every finished run in it."""
-    for path in copied.glob(without):
-        path.unlink()
-    job = small.job()
-    train_set, test_set = stages.load(job.recipe)
+    train_set, test_set = stages.load(small.job().recipe)
     train_set.images[3] = 0
     monkeypatch.setattr(stages, "load", lambda *_: (train_set, test_set))
-    with pytest.raises(MimicNormError, match=r"other data: training.* was .* and is "):
-        run(job, copied, progress=False)
-
-
-def test_a_run_whose_defaults_have_changed_is_trained_anew(copied, trains_here):
-    (folder,) = copied.glob("mimicnorm-seed0-*")
-    folder.rename(folder.with_name("mimicnorm-seed0-000000000000"))  # as a version with another default named it
-    before = {path.name for path in copied.iterdir()}
-    run(small.job(rounds=0), copied, progress=False)
-    assert {path.name for path in copied.iterdir()} - before == {folder.name}
+    for _ in range(2):
+        with pytest.raises(MimicNormError, match=r"other data: training.* was .* and is "):
+            run(small.job(), copied, progress=False)
+        (copied / "compare.json").unlink(missing_ok=True)
 
 
 def test_divergence_is_a_result(tmp_path, trains_here):
@@ -144,13 +133,6 @@ def test_rates_that_were_found_are_kept_when_the_search_is_interrupted(tmp_path,
     assert asked == ["batchnorm", "nonorm", "nonorm"]
 
 
-def test_methods_that_are_left_out_are_named_and_come_back(compared, copied, capsys, trains_nothing):
-    run(small.job("batchnorm,nonorm:1", rounds=0), copied)
-    assert f"left out this time: mimicnorm. Their runs stay in {copied} and come back" in capsys.readouterr().out
-    again = run(small.job(rounds=0), copied, progress=False)
-    assert [m["runs"] for m in again["methods"]] == [m["runs"] for m in compared[1]["methods"]]
-
-
 def test_other_rounds_are_timed_anew_and_the_page_stays_whole_meanwhile(compared, copied, monkeypatch):
     seen = []
 
@@ -189,13 +171,13 @@ def test_a_damaged_json_is_an_error_that_says_what_to_do(compared, tmp_path, dam
         summary.add_earlier(now, tmp_path)
 
 
-def test_two_comparisons_in_one_folder_are_refused(tmp_path):
+def test_two_comparisons_in_one_folder_are_refused(tmp_path, converts_nothing):
     code = (
-        "import sys\nfrom pathlib import Path\nfrom mimicnorm.training.state import lock\n"
-        "with lock(Path(sys.argv[1]), 'comparing'): print(flush=True), sys.stdin.read()"
+        "import fcntl, sys\nfile = open('.lock', 'w')\n"
+        "fcntl.lockf(file, fcntl.LOCK_EX)\nprint(flush=True), sys.stdin.read()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], **pipes) as other:
+    with subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, **pipes) as other:
         other.stdout.readline()
         with pytest.raises(MimicNormError, match=f"another process is comparing in {tmp_path}"):
             run(small.job("batchnorm"), tmp_path, progress=False)
@@ -249,5 +231,5 @@ def test_a_signal_while_the_page_is_written_ends_the_training_processes(tmp_path
 
 
 def test_real_processes_give_the_same_accuracies(tmp_path, compared):
-    data = run(small.job("batchnorm", rounds=0), tmp_path, jobs=2, progress=False)
-    assert [r["top1"] for r in data["methods"][0]["runs"]] == [r["top1"] for r in compared[1]["methods"][0]["runs"]]
+    data = run(small.job("batchnorm:1", rounds=0), tmp_path, progress=False)
+    assert data["methods"][0]["runs"][0]["top1"] == compared[1]["methods"][0]["runs"][0]["top1"]

@@ -21,14 +21,3 @@ def test_the_numbers_do_not_change_between_versions():
     key = mixed((mixed((key + step) % 2**64) + index) % 2**64)
     expected = [(mixed((key + k * step) % 2**64) >> 11) * 2.0**-53 for k in (1, 2, 3)]
     assert uniforms(seed, epoch, torch.tensor([index]), 3)[0].tolist() == expected
-
-
-def test_moments_and_correlations_are_those_of_independent_numbers():
-    n = 20_000
-    columns = [uniforms(s, e, torch.arange(n), 2) for s, e in ((0, 0), (0, 1), (1, 0))]
-    x = torch.cat([*columns, columns[0].roll(1, 0)], 1)  # the last: neighbouring samples
-    assert x.min() >= 0
-    assert x.max() < 1
-    assert (x.mean(0) - 0.5).abs().max() < 5 / (12 * n) ** 0.5
-    correlations = torch.corrcoef(x.T) - torch.eye(x.shape[1])
-    assert correlations.abs().max() < 5 / n**0.5

@@ -33,10 +33,8 @@ def fails(folder, says: str) -> None:
     [
         (b"no image at all", r"row 1: the image does not decode \(not a format that Pillow knows\)"),
         (parquet_files.encoded(GOOD[0])[:900], "row 1: the image does not decode"),
-        (b"", "row 1: the image does not decode"),
         (None, "row 1: the image is missing"),
         (parquet_files.pictures(1, (32, 31, 3))[0], r"row 1: the image is 32 x 31 RGB .*cifar100 must be 32 x 32 RGB"),
-        (parquet_files.pictures(1, (32, 32))[0], "row 1: the image is 32 x 32 L "),
         (parquet_files.pictures(1, (32, 32, 4))[0], "row 1: the image is 32 x 32 RGBA "),
     ],
 )
@@ -64,7 +62,6 @@ def test_a_palette_does_not_pass_for_grey(tmp_path):
     ("labels", "says"),
     [
         ([0, 99, 100], "row 2: the label is 100"),
-        ([0, 99, -1], "row 2: the label is -1"),
         ([0, 99, None], "row 2: the label is missing"),
         (pa.array([0, 2**64 - 1, None], pa.uint64()), "row 1: the label is 18446744073709551615"),
     ],
@@ -74,7 +71,7 @@ def test_a_label_out_of_range(tmp_path, labels, says):
     fails(tmp_path, says)
 
 
-def test_wrong_columns(tmp_path):
+def test_wrong_columns_and_an_empty_file(tmp_path):
     parquet_files.write(tmp_path / "train.parquet", GOOD, [0, 1, 2], image="picture")
     fails(tmp_path, "has no column img or image; its columns are picture, fine_label, coarse_label")
     parquet_files.write(tmp_path / "train.parquet", GOOD, [0, 1, 2], label="class")
@@ -83,6 +80,8 @@ def test_wrong_columns(tmp_path):
     fails(tmp_path, "fine_label must hold integers, not string")
     pq.write_table(pa.table({"img": [1.0], "fine_label": [1]}), tmp_path / "train.parquet")
     fails(tmp_path, "img must hold encoded images")
+    parquet_files.write(tmp_path / "train.parquet", [], pa.array([], pa.int64()))
+    fails(tmp_path, "has no rows")
 
 
 def test_files_that_are_no_parquet(tmp_path):
@@ -94,11 +93,6 @@ def test_files_that_are_no_parquet(tmp_path):
     damaged[40:400] = bytes(360)
     (tmp_path / "train.parquet").write_bytes(damaged)
     fails(tmp_path, "cannot be read as Parquet|does not decode|the label is")
-
-
-def test_an_empty_file(tmp_path):
-    parquet_files.write(tmp_path / "train.parquet", [], pa.array([], pa.int64()))
-    fails(tmp_path, "has no rows")
 
 
 def test_plain_bytes_other_names_and_other_formats_are_read(tmp_path):

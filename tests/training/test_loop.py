@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from mimicnorm import data
 from mimicnorm.errors import RecipeError
-from mimicnorm.training import recipe, state, train
-from mimicnorm.training.loop import PARENT, last_norm_variance, load
+from mimicnorm.training import recipe, state
+from mimicnorm.training.loop import PARENT, load
 from mimicnorm.training.processes import Processes
 from mimicnorm.training.step import Trainer
 
@@ -36,18 +36,8 @@ def test_a_run_leaves_recipe_metrics_weights_and_result(finished: Path):
     assert result["history"][-1]["top5"] == 1.0  # of four classes
     variance = result["history"][-1]["last_norm_variance"]
     assert 0 < variance["min"] <= variance["median"] <= variance["max"]
-
-
-def test_the_network_learns(tmp_path: Path):
-    result = tiny.train(tmp_path, epochs=12, milestones=(10 / 12,))
-    assert result.top1 is not None
-    assert result.top1 > 0.6  # chance is a quarter
-
-
-def test_a_finished_run_is_returned_not_repeated(finished: Path):
     before = (finished / "weights.safetensors").stat().st_mtime_ns
-    result = tiny.train(finished)
-    assert (result.status, result.step, len(result.history)) == ("done", 21, 3)
+    assert dataclasses.asdict(tiny.train(finished)) == result  # returned, not repeated
     assert (finished / "weights.safetensors").stat().st_mtime_ns == before
 
 
@@ -133,10 +123,13 @@ def test_divergence_is_a_result(tmp_path: Path, micro_batch):
     assert not (tmp_path / "metrics.jsonl").exists()  # a loss that is not a number makes no line
 
 
-def test_impossible_times_between_checkpoints_are_refused(tmp_path: Path):
+def test_impossible_arguments_are_refused(tmp_path: Path):
     for wrong in ({"checkpoint_steps": -1}, {"checkpoint_seconds": float("nan")}):
         with pytest.raises(RecipeError, match=next(iter(wrong))):
             tiny.loop.train(tiny.recipe(), tmp_path, sources=tiny.SOURCES, **wrong)
+    for chosen in ({"validation": 0.1}, {"classes": "0-1"}):
+        with pytest.raises(RecipeError, match="sources are used as they are"):
+            tiny.train(tmp_path, **chosen)
 
 
 def test_tensorboard_holds_the_variance_of_every_class(tmp_path: Path):
@@ -145,19 +138,6 @@ def test_tensorboard_holds_the_variance_of_every_class(tmp_path: Path):
     tiny.loop.train(tiny.recipe(epochs=1), tmp_path, **options)
     events = accumulator.EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert {f"last_norm_variance_by_class/{c}" for c in range(4)} | {"top1", "loss"} <= set(events.Tags()["scalars"])
-
-
-def test_the_last_norms_variance_is_found():
-    assert last_norm_variance(tiny.trainer(method="nonorm")) is None
-    variance = last_norm_variance(tiny.trainer())
-    assert variance is not None
-    assert variance.shape == (4,)
-
-
-def test_sources_are_not_selected_from(tmp_path: Path):
-    for chosen in ({"validation": 0.1}, {"classes": "0-1"}):
-        with pytest.raises(RecipeError, match="sources are used as they are"):
-            tiny.train(tmp_path, **chosen)
 
 
 def test_images_held_out_are_evaluated_on_and_the_test_set_is_not_read(monkeypatch):
@@ -170,22 +150,8 @@ def test_images_held_out_are_evaluated_on_and_the_test_set_is_not_read(monkeypat
     monkeypatch.setattr(data, "load", noted)
     fields = {"data": "digits", "validation": 0.25, "classes": "3-5", "limit": 60, "test_limit": 30}
     train_set, held_out = load(recipe("digits-mlp10", **fields))
-    again, other = load(recipe("digits-mlp10", **fields | {"limit": 90, "seed": 7}))
-    assert asked == ["train", "validation"] * 2
+    assert asked == ["train", "validation"]
     assert (len(train_set), len(held_out), train_set.classes, held_out.classes) == (60, 30, 3, 3)
-    assert other.fingerprint() == held_out.fingerprint()
-    assert again.fingerprint() != train_set.fingerprint()
     asked.clear()
     load(recipe("digits-mlp10"))
     assert asked == ["train", "test"]
-
-
-def test_a_run_with_everything_resumes_and_refuses_other_classes(tmp_path: Path):
-    r = recipe("digits-mlp10", epochs=1, batch=32, limit=64, validation=0.1, classes="0-3", schedule="cosine")
-    result = train(r, tmp_path, progress=False)
-    identity = json.loads((tmp_path / "data.json").read_text())
-    assert (identity["classes"], identity["training images"], identity["test images"]) == (4, 64, 58)
-    assert result.history[-1]["lr"] == 0.0
-    assert train(r, tmp_path, progress=False) == result
-    with pytest.raises(RecipeError, match="classes was '0-3' and is '4-7'"):
-        train(dataclasses.replace(r, classes="4-7"), tmp_path)

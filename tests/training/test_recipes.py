@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 
 import pytest
 
 from mimicnorm import data, models
-from mimicnorm.errors import NameNotFoundError, RecipeError
+from mimicnorm.errors import RecipeError
 from mimicnorm.methods import MimicNorm
 from mimicnorm.training import RECIPES, Recipe, recipe
 from mimicnorm.training.recipes import DATA_SETS
@@ -32,13 +31,13 @@ def test_the_papers_rows():
     assert (small.epochs, small.augment, small.warmup * 200) == (200, "light", 2)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_recipe_names_a_network_and_survives_a_file(name, tmp_path):
-    r = RECIPES[name]
-    assert r.model in models.names()
-    assert (r.decay_scalars, r.channels_last, r.compile) == (True, True, False)  # the command line counts on it
-    (tmp_path / "recipe.json").write_text(json.dumps(r.as_dict()))
-    assert recipe(str(tmp_path / "recipe.json")) == r
+def test_every_recipe_names_a_network_and_survives_a_file(tmp_path):
+    adamw = recipe("digits-mlp10", optimizer="adamw", lr=0.5, classes="0-3")
+    for r in (*RECIPES.values(), adamw):
+        assert r.model in models.names()
+        assert (r.decay_scalars, r.channels_last, r.compile) == (True, True, False)  # the command line counts on it
+        (tmp_path / "recipe.json").write_text(json.dumps(r.as_dict()))
+        assert recipe(str(tmp_path / "recipe.json"), optimizer=r.optimizer) == r  # with the rate of the file
 
 
 @pytest.mark.parametrize("text", ["", "[1]", '{"model": "mlp10"}', '{"model": "mlp10", "data": "digits", "odd": 1}'])
@@ -46,15 +45,6 @@ def test_a_file_without_a_recipe_is_an_error(tmp_path, text):
     (tmp_path / "recipe.json").write_text(text)
     with pytest.raises(RecipeError, match=r"recipe\.json cannot be read as a recipe: "):
         recipe(str(tmp_path / "recipe.json"))
-
-
-def test_a_recipe_is_frozen_and_changed_by_copy():
-    r = recipe("cifar100-resnet18", epochs=3, width=0.5)
-    assert (r.epochs, r.width, RECIPES["cifar100-resnet18"].epochs) == (3, 0.5, 150)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        r.lr = 1.0  # type: ignore[misc]
-    assert recipe("cifar100-resnet18-desk", model="timm:resnet18").width == 1.0
-    assert recipe("cifar100-resnet18-desk", model="timm:resnet18", width=0.5).width == 0.5
 
 
 @pytest.mark.parametrize(
@@ -86,32 +76,8 @@ def test_adamw_has_a_rate_and_a_decay_of_its_own():
     assert of(optimizer="adamw", lr=2e-3) == (2e-3, 0.05)
 
 
-def test_a_file_of_adamw_keeps_its_rate(tmp_path):
-    r = recipe("digits-mlp10", optimizer="adamw", lr=0.5, classes="0-3")
-    (tmp_path / "recipe.json").write_text(json.dumps(r.as_dict()))
-    assert recipe(str(tmp_path / "recipe.json"), optimizer="adamw") == r
-
-
-def test_classes_are_indices_and_ranges():
-    assert recipe("digits-mlp10").class_indices() is None
-    assert recipe("digits-mlp10", classes="0-3").class_indices() == (0, 1, 2, 3)
-    assert recipe("digits-mlp10", classes="9, 0-1,4").class_indices() == (9, 0, 1, 4)
-
-
 def test_the_names_that_are_checked_before_torch_loads_are_all_there_are():
     assert [*DATA_SETS, "folder:PATH"] == data.names()
-
-
-def test_a_wrong_name_lists_near_ones():
-    with pytest.raises(NameNotFoundError, match="Did you mean cifar100-resnet18"):
-        recipe("cifar-resnet18")
-
-
-@pytest.mark.parametrize("width", [0.01, 0.25, 1.0])
-def test_one_rule_decides_which_layers_are_centred(width):
-    assert recipe("cifar100-resnet18", width=width).configured_method().min_fan_in == MimicNorm().min_fan_in
-    authors = recipe("cifar100-resnet18", width=width, settings=("min_fan_in=50",))
-    assert authors.configured_method().min_fan_in == MimicNorm.paper().min_fan_in
 
 
 def test_a_resolved_recipe_names_every_setting_and_resolves_to_itself():

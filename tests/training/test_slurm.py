@@ -1,15 +1,11 @@
 """Runs as submitit's jobs, on its local executor."""
 
 import pytest
+import tiny
 
 from mimicnorm.errors import CheckpointError, RecipeError
-from mimicnorm.training import recipe, run_all, sweep
+from mimicnorm.training import run_all, sweep
 from mimicnorm.training.slurm import Slurm, Submitted
-
-
-def small(**changes):
-    fields = {"method": "batchnorm", "limit": 48, "test_limit": 40, "batch": 16, "epochs": 1, **changes}
-    return recipe("digits-mlp10", **fields)
 
 
 @pytest.fixture
@@ -18,23 +14,20 @@ def launcher(tmp_path):
 
 
 def test_a_sweep_trains_by_jobs(tmp_path, launcher):
-    results = dict(run_all({"a": small(), "b": small(seed=1)}, tmp_path / "runs", jobs=2, launcher=launcher))
-    assert {name: result.status for name, result in results.items()} == {"a": "done", "b": "done"}
-    assert dict(run_all({"a": small()}, tmp_path / "runs", launcher=launcher))["a"] == results["a"]
+    results = dict(run_all({"a": tiny.digits()}, tmp_path / "runs", launcher=launcher))
+    assert results["a"].status == "done"
+    assert dict(run_all({"a": tiny.digits()}, tmp_path / "runs", launcher=launcher)) == results
 
 
 def test_a_job_that_fails_is_told_by_what_it_wrote(tmp_path, launcher):
     with pytest.raises(CheckpointError, match="failed: no train"):
-        list(run_all({"a": small(data="cifar100")}, tmp_path / "runs", data_dir=tmp_path, launcher=launcher))
+        list(run_all({"a": tiny.digits(data="cifar100")}, tmp_path / "runs", data_dir=tmp_path, launcher=launcher))
 
 
-@pytest.mark.parametrize("option", ["partition", "=gpu"])
-def test_options_are_pairs(option, tmp_path):
-    with pytest.raises(RecipeError, match="NAME=VALUE"):
-        Slurm(tmp_path, options=[option], cluster="local")
-
-
-def test_without_a_scheduler_the_error_says_so(tmp_path):
+def test_what_cannot_be_submitted_is_said(tmp_path):
+    for option in ("partition", "=gpu"):
+        with pytest.raises(RecipeError, match="NAME=VALUE"):
+            Slurm(tmp_path, options=[option], cluster="local")
     with pytest.raises(RecipeError, match="cannot submit to slurm"):
         Slurm(tmp_path)
 
@@ -70,8 +63,7 @@ def test_a_job_that_never_ran_says_why(tmp_path):
     assert "the node went away" in (tmp_path / "errors.log").read_text()
 
 
-@pytest.mark.parametrize(("gpus", "together"), [(1, False), (4, True)])
-def test_several_gpus_train_one_run_together(gpus, together, tmp_path):
-    command = sweep._command(tmp_path, small(), None, "auto", gpus)
-    assert ("--nproc-per-node=4" in command) == together
-    assert command[command.index("mimicnorm") + 1] == "train"
+def test_several_gpus_train_one_run_together(tmp_path):
+    alone, together = (sweep._command(tmp_path, tiny.digits(), None, "auto", gpus) for gpus in (1, 4))
+    assert ("--nproc-per-node=4" in alone, "--nproc-per-node=4" in together) == (False, True)
+    assert together[together.index("mimicnorm") + 1] == "train"

@@ -25,6 +25,7 @@ from mimicnorm.cli import main
 from mimicnorm.data import Memory
 from mimicnorm.errors import MimicNormError
 from mimicnorm.training import Recipe, loop, network, state
+from mimicnorm.training import recipe as named_recipe
 from mimicnorm.training.processes import Processes
 from mimicnorm.training.step import Trainer
 
@@ -72,6 +73,12 @@ SOURCES = (source(56), source(24, seed=1))
 def recipe(**changes: Any) -> Recipe:
     fields = {"batch": 8, "epochs": 3, "warmup": 1 / 3, "milestones": (2 / 3,), "log_every": 3, "lr": 0.05}
     return Recipe(**{"model": "tiny:net", "data": "digits", **fields, **changes})
+
+
+def digits(**changes: Any) -> Recipe:
+    """A run of real data that a process of its own can load."""
+    fields = {"method": "batchnorm", "limit": 48, "test_limit": 40, "batch": 16, "epochs": 1, **changes}
+    return named_recipe("digits-mlp10", **fields)
 
 
 def trainer(**changes: Any) -> Trainer:

@@ -1,6 +1,9 @@
-"""Where tables are printed."""
+"""Where tables and JSON are printed."""
 
 from __future__ import annotations
+
+import json
+from typing import Any
 
 import rich.console
 
@@ -11,3 +14,8 @@ class Console(rich.console.Console):
     def on_broken_pipe(self) -> None:
         """Raise the error of a plain print."""
         raise BrokenPipeError
+
+
+def print_json(data: dict[str, Any]) -> None:
+    """Print data as one line of JSON."""
+    print(json.dumps(data))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import dataclass
 
 from mimicnorm.cli.network import Network
+from mimicnorm.training.recipes import Init
 
 
 @dataclass
@@ -19,22 +18,20 @@ class Convert(Network):
     """Qualified name of the module that makes class scores; for none, take --method weight-mean."""
     allow_mixing: tuple[str, ...] = ()
     """Qualified names of modules that are meant to work across the batch."""
-    init: str = "auto"
-    """Initial weights to plan for: auto, theory, calibrate, keep or none; for a trained model anything but auto."""
+    init: Init = "auto"
+    """Initial weights to plan for; for a trained model anything but auto."""
     json: bool = False
     """Print plain JSON instead of the table."""
 
     def run(self) -> None:
         """Plan, measure before and after, print."""
         from mimicnorm import memory
-        from mimicnorm.errors import ExampleError, InitError
+        from mimicnorm.cli.console import print_json
+        from mimicnorm.errors import ExampleError
         from mimicnorm.methods import method
         from mimicnorm.surgery.convert import convert
         from mimicnorm.surgery.planning import plan
-        from mimicnorm.training.recipes import INITS
 
-        if self.init not in INITS:
-            raise InitError(f"--init {self.init!r} is not known: use one of {', '.join(INITS)}")
         chosen = method(self.method).resolved(trained=self.init == "keep")
         model, shape = self.build()
         if shape[0] == 1 and chosen.last_norm:
@@ -53,10 +50,7 @@ class Convert(Network):
         after_bytes = memory.measure(after, shape).saved_bytes
         saving = {"before": before_bytes, "after": after_bytes, "ratio": after_bytes / max(before_bytes, 1)}
         if self.json:
-            json.dump(
-                {"model": self.model, "shape": list(shape), **planned.as_dict(), "saved_bytes": saving}, sys.stdout
-            )
-            print()
+            print_json({"model": self.model, "shape": list(shape), **planned.as_dict(), "saved_bytes": saving})
             return
         per = f"per sample of {' x '.join(map(str, shape[1:]))}"
         print(

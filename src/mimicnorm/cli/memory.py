@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -39,7 +37,7 @@ class Memory(Network):
         import torch
 
         from mimicnorm import memory
-        from mimicnorm.cli.console import Console
+        from mimicnorm.cli.console import Console, print_json
         from mimicnorm.errors import MemoryPredictionError
         from mimicnorm.memory.step import device_type
         from mimicnorm.methods import METHODS, method
@@ -72,8 +70,7 @@ class Memory(Network):
         if self.plot is not None:
             memory.plot(comparison, self.plot)
         if self.json:
-            json.dump({"model": self.model, "shape": list(shape), **comparison.as_dict()}, sys.stdout)
-            print()
+            print_json({"model": self.model, "shape": list(shape), **comparison.as_dict()})
             return
         console = Console()
         console.print(comparison.table())

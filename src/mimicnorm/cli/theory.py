@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,7 +109,7 @@ class Doctor(Network):
         from rich import box
         from rich.table import Table
 
-        from mimicnorm.cli.console import Console
+        from mimicnorm.cli.console import Console, print_json
         from mimicnorm.methods import method
         from mimicnorm.pictures import require_picture
         from mimicnorm.surgery.convert import convert
@@ -132,8 +130,7 @@ class Doctor(Network):
         if self.plot is not None:
             doctor.plot({name: s.weight_layers() for name, s in signals.items()}, self.plot)
         if self.json:
-            json.dump({name: s.as_dicts() for name, s in signals.items()}, sys.stdout)
-            print()
+            print_json({name: s.as_dicts() for name, s in signals.items()})
             return
         before, after = (_by_use(s.weight_layers().layers) for s in signals.values())
         title = f"{self.model}: before and after {chosen.name}"
@@ -170,7 +167,7 @@ def _samples(path: str, data_dir: str | None) -> torch.Tensor:
     known = [name for name in data.names() if name not in ("imagenet", "folder:PATH")]
     if path in known:
         source = data.load(path, data_dir=data_dir, limit=4000)
-        images, _ = next(source.batches([torch.arange(len(source))], seed=0, epoch=0, augment=False))
+        images, _ = next(source.plain_batches(len(source)))
         return images.double()
     if not path.endswith(".npy"):
         raise TheoryError(

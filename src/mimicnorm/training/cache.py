@@ -19,7 +19,7 @@ import torch
 import mimicnorm
 from mimicnorm.training.recipes import Recipe
 from mimicnorm.training.state import METRICS, write_json
-from mimicnorm.training.sweep import Launcher, folder_of, run_all
+from mimicnorm.training.sweep import folder_of, run_all
 
 
 def trained(
@@ -28,10 +28,7 @@ def trained(
     runs: str | Path,
     *,
     jobs: int = 1,
-    data_dir: str | Path | None = None,
-    device: str = "auto",
-    launcher: Launcher | None = None,
-    gpus: int = 1,
+    **how: Any,
 ) -> dict[str, dict[str, Any]]:
     """Train what is not finished; return every run by its label: recipe, status, step, history, steps, versions.
 
@@ -40,13 +37,9 @@ def trained(
         results: The folder whose ``runs`` holds finished runs, one file each.
         runs: Where the folders of ``mimicnorm train`` are: a run that was stopped resumes there.
         jobs: Runs to train at once.
-        data_dir: Where the data is.
-        device: "auto" is the GPU if there is one.
-        launcher: As for ``run_all``.
-        gpus: As for ``run_all``.
+        how: Other arguments of ``run_all``, such as ``data_dir``.
     """
     missing = {label: r for label, r in recipes.items() if not cache_file(r, results).exists()}
-    how: dict[str, Any] = {"data_dir": data_dir, "device": device, "launcher": launcher, "gpus": gpus}
     with closing(run_all(missing, runs, jobs, **how)) as sweep:
         for label, result in sweep:
             if result.status == "interrupted":

@@ -13,7 +13,7 @@ from mimicnorm.errors import CheckpointError
 from mimicnorm.training.build import network
 from mimicnorm.training.loop import load
 from mimicnorm.training.recipes import Recipe, recipe
-from mimicnorm.training.state import load_tensors
+from mimicnorm.training.state import last_line, load_tensors
 
 
 @dataclass
@@ -48,8 +48,6 @@ def finished(folder: str | Path, *, data_dir: str | Path | None = None) -> Finis
     try:
         model.load_state_dict(weights)
     except RuntimeError as error:
-        reason = str(error).strip().splitlines()[-1].strip()
-        raise CheckpointError(
-            f"{folder}: the weights do not fit the network that {trained.model} builds now: {reason}"
-        ) from error
+        reason = last_line(error)
+        raise CheckpointError(f"{folder}: the weights do not fit what {trained.model} builds now: {reason}") from error
     return Finished(trained, model.eval(), *sources)

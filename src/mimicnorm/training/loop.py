@@ -1,8 +1,7 @@
 """The loop: one recipe, one folder, one result.
 
 Order of the images, augmentation, learning rate and dropout are functions of (recipe, step). So a checkpoint holds
-weights, momentum and a few counters (``state.py``), and a run that was killed
-anywhere resumes bit for bit.
+weights, momentum and a few counters (``state.py``), and a run that was killed anywhere resumes bit for bit.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from mimicnorm.training.evaluate import evaluate
 from mimicnorm.training.processes import Processes, init_process_group
 from mimicnorm.training.progress import Progress
 from mimicnorm.training.recipes import Recipe
-from mimicnorm.training.state import METRICS, TIMING, Position, Result, RunFolder, data_identity, restore, run_folder
+from mimicnorm.training.state import Position, Result, RunFolder, data_identity, restore, run_folder
 from mimicnorm.training.step import Trainer, epoch_batches, learning_rate
 
 Sources = tuple[data.Source, data.Source]
@@ -193,17 +192,16 @@ class _Run:
         means = {"train_loss": at.loss / self.steps_per_epoch, "train_accuracy": at.correct / images}
         line = {"epoch": at.epoch + 1, "step": at.step, "lr": self._rate(), **means, **measured}
         timing = {"epoch": at.epoch + 1, "seconds": at.seconds, "images_per_second": images / max(at.seconds, 1e-9)}
-        self._log(line, timing)
+        self._log(line)  # without the timing, in which alone two runs of a recipe may differ
         self.bar.epoch(line | timing)
         self.position = Position(at.epoch + 1, at.step, history=[*at.history, line | timing])
         self._save()
 
-    def _log(self, line: dict[str, Any], timing: dict[str, Any] | None = None) -> None:
+    def _log(self, line: dict[str, Any]) -> None:
         variance = last_norm_variance(self.trainer)
         if variance is not None:
             line["last_norm_variance"] = _range(variance)
-        logs = {METRICS: line} if timing is None else {METRICS: line, TIMING: timing}
-        self.processes.on_main(lambda: [self.folder.append(name, text) for name, text in logs.items()])
+        self.processes.on_main(lambda: self.folder.append(line))
         self.bar.board_line(line, variance)
 
     def _rate(self) -> float:

@@ -8,12 +8,13 @@ that the command line can check names and numbers before it loads.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin, get_type_hints
 
 from mimicnorm.arguments import finite, positive_int
 from mimicnorm.errors import NameNotFoundError, RecipeError
@@ -22,16 +23,8 @@ from mimicnorm.models.lookup import check_spec
 if TYPE_CHECKING:
     from mimicnorm.methods import Method
 
-INITS = ("auto", "theory", "calibrate", "keep", "none")
+Init = Literal["auto", "theory", "calibrate", "keep", "none"]
 """How starting weights are called on the command line."""
-_CHOICES = {
-    "init": INITS,
-    "precision": ("fp32", "bf16", "fp16", "int8"),
-    "activation_bits": (0, 2, 4, 8, 32),
-    "augment": ("standard", "light", "none"),
-    "schedule": ("steps", "cosine", "linear"),
-    "optimizer": ("sgd", "adamw"),
-}
 DATA_SETS = ("digits", "mnist", "cifar10", "cifar100", "cifar100-coarse", "imagenet")
 """The names that `mimicnorm.data` knows, for checks before torch loads; a test compares them."""
 _ABOVE_ZERO = ("lr", "width", "gamma", "scalar_rate", "classifier_variance")
@@ -57,7 +50,7 @@ class Recipe:
     """What to do with BatchNorm: mimicnorm, weight-mean, last-bn, nonorm, batchnorm, ..."""
     settings: tuple[str, ...] = ()
     """Settings of the method as NAME=VALUE, such as residual=linear min_fan_in=50."""
-    init: str = "auto"
+    init: Init = "auto"
     """Starting weights of converted layers: auto, theory, calibrate, keep (trained weights stay, and so does what the
     network computes), or none (as the network's maker drew them)."""
     init_from: str = ""
@@ -115,7 +108,7 @@ class Recipe:
     SGD on the CPU, with momentum rounded to eighths."""
     channels_last: bool = True
     """Keep images and weights channels last in memory (except very narrow networks on a CPU, where oneDNN crashes)."""
-    activation_bits: int = 0
+    activation_bits: Literal[0, 2, 4, 8, 32] = 0
     """Save activations for backward in 8, 4 or 2 bits (see mimicnorm.compress), or without loss in 32; 0 is as PyTorch
     does."""
     compile: bool = False
@@ -127,15 +120,17 @@ class Recipe:
 
     def __post_init__(self) -> None:
         """Check what can be checked without data."""
-        for field in dataclasses.fields(self):
-            name, value = field.name, getattr(self, field.name)
-            if field.type == "str" and not isinstance(value, str):
+        for name, kind in _kinds().items():
+            value, known = getattr(self, name), get_args(kind)
+            if get_origin(kind) is Literal and (type(value) is not type(known[0]) or value not in known):
+                raise RecipeError(f"{name}={value!r}: use one of {', '.join(map(str, known))}")
+            if kind is str and not isinstance(value, str):
                 raise RecipeError(f"{name}={value!r}: use a name")
-            if field.type == "bool" and not isinstance(value, bool):  # "no" would pass as true
+            if kind is bool and not isinstance(value, bool):  # "no" would pass as true
                 raise RecipeError(f"{name}={value!r}: use True or False")
-            if field.type == "int":
+            if kind is int:
                 positive_int(value, name, least=1 if name in _AT_LEAST_ONE else 0, error=RecipeError)
-            if field.type in ("float", "float | None") and value is not None:
+            if kind is float or (kind == float | None and value is not None):
                 bound = {"above": 0} if name in _ABOVE_ZERO else {"least": 0}
                 finite(value, name, **bound, error=RecipeError)
         if not isinstance(self.settings, tuple) or not all(isinstance(s, str) for s in self.settings):
@@ -156,9 +151,6 @@ class Recipe:
                 f"warmup={self.warmup}, milestones={self.milestones}: use fractions of the run, between 0 and 1 (epoch "
                 "80 of 150 is 0.5333)"
             )
-        for name, known in _CHOICES.items():
-            if getattr(self, name) not in known:
-                raise RecipeError(f"{name}={getattr(self, name)!r}: use one of {', '.join(map(str, known))}")
         if self.precision == "int8" and (self.optimizer != "sgd" or self.activation_bits):
             raise RecipeError('precision="int8" has one optimizer, sgd, and takes no activation_bits')
         if self.activation_bits and self.compile:
@@ -242,6 +234,12 @@ class Recipe:
         fields |= {"init_from": self.weights_file()[1]} if self.init_from else {}
         text = json.dumps(fields, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+@functools.cache
+def _kinds() -> dict[str, Any]:
+    """Return the type of every field."""
+    return get_type_hints(Recipe)
 
 
 def _method(name: str, settings: tuple[str, ...], defaults: dict[str, Any]) -> Method:

@@ -1,12 +1,12 @@
 """All of resume: what a run leaves on disk, and how it continues from there.
 
     recipe.json  data.json                 what the folder was claimed for; anything else is refused
-    metrics.jsonl  timing.jsonl            logs; on resume they are cut back to the checkpoint
+    metrics.jsonl                          the log; on resume it is cut back to the checkpoint
     checkpoints/step-*.safetensors         weights, optimizer, scaler and `Position`; the newest two
     weights.safetensors  result.json       of a finished run
     .lock                                  locked by the process that trains here
 
-Every file but the logs is whole or not there: it is written under another name, synced and renamed. Tensor files carry
+Every file but the log is whole or not there: it is written under another name, synced and renamed. Tensor files carry
 a SHA-256 over every name, type, shape and byte and over their counters; nothing in them is executed on load.
 """
 
@@ -33,7 +33,7 @@ from mimicnorm.training.progress import print_line
 from mimicnorm.training.recipes import Recipe
 from mimicnorm.training.step import Trainer
 
-METRICS, TIMING = "metrics.jsonl", "timing.jsonl"
+METRICS = "metrics.jsonl"
 CHECKPOINTS = 2
 """How many checkpoints stay: the newest, and one to fall back on."""
 
@@ -87,7 +87,7 @@ class RunFolder:
     def __init__(self, path: Path, recipe: Recipe, identity: Mapping[str, Any] | None = None):
         self.path, self.checkpoints = path, path / "checkpoints"
         self.recipe = recipe.resolved().as_dict() | dict(identity or {})
-        self._logs: dict[str, IO[str]] = {}
+        self._log: IO[str] | None = None
 
     # -- beginning --------------------------------------------------------------------------------------------------
 
@@ -119,7 +119,7 @@ class RunFolder:
         return result
 
     def resume(self, data: dict[str, Any]) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
-        """Go back to the newest good checkpoint, or to the start: cut the logs, claim the folder.
+        """Go back to the newest good checkpoint, or to the start: cut the log, claim the folder.
 
         Returns:
             The checkpoint's tensors and counters, for `restore`; None at the start.
@@ -129,7 +129,7 @@ class RunFolder:
         if checkpoint is not None:
             self._require_same("recipe", self.recipe, checkpoint[1]["recipe"])
             self._require_same("data", data, checkpoint[1]["data"])
-        self._cut_logs(checkpoint[1]["logs"] if checkpoint else {})
+        self._cut_log(checkpoint[1]["logs"].get(METRICS, 0) if checkpoint else 0)
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -171,21 +171,22 @@ class RunFolder:
 
     # -- on the way -------------------------------------------------------------------------------------------------
 
-    def append(self, name: str, line: dict[str, Any]) -> None:
-        """Add one line to a log."""
+    def append(self, line: dict[str, Any]) -> None:
+        """Add one line to the log."""
+        path = self.path / METRICS
         try:
-            if name not in self._logs:
-                self._logs[name] = open(self.path / name, "a")  # noqa: SIM115 (closed by close)
-            self._logs[name].write(json.dumps(line, allow_nan=False) + "\n")
-            self._logs[name].flush()
+            if self._log is None:
+                self._log = open(path, "a")  # noqa: SIM115 (closed by close)
+            self._log.write(json.dumps(line, allow_nan=False) + "\n")
+            self._log.flush()
         except OSError as error:
-            raise CheckpointError(f"cannot write {self.path / name}: {error.strerror}. Checkpoints stay") from error
+            raise CheckpointError(f"cannot write {path}: {error.strerror}. Checkpoints stay") from error
 
     def save(self, trainer: Trainer, position: Position) -> None:
         """Write a checkpoint, then remove all but it and the one before."""
-        for file in self._logs.values():
-            os.fsync(file.fileno())  # what the checkpoint counts on is on the disk
-        logs = {name: path.stat().st_size for name in (METRICS, TIMING) if (path := self.path / name).exists()}
+        if self._log is not None:
+            os.fsync(self._log.fileno())  # what the checkpoint counts on is on the disk
+        logs = {METRICS: _size(self.path / METRICS)}
         state = {"recipe": self.recipe, "data": self.data, "logs": logs, "scaler": trainer.scaler.state_dict()}
         path = self.checkpoints / f"step-{position.step:09d}.safetensors"
         save_tensors(path, trainer.tensors(), state | {"position": dataclasses.asdict(position)})
@@ -195,16 +196,12 @@ class RunFolder:
             with contextlib.suppress(OSError):
                 other.unlink()
 
-    def _cut_logs(self, lengths: dict[str, int]) -> None:
-        for name in (METRICS, TIMING):
-            path, length = self.path / name, lengths.get(name, 0)
-            size = path.stat().st_size if path.exists() else 0
-            if size < length:
-                raise CheckpointError(
-                    f"{path} is shorter than at the last checkpoint: restore it, or use another folder"
-                )
-            if size > length:
-                os.truncate(path, length)
+    def _cut_log(self, length: int) -> None:
+        path = self.path / METRICS
+        if _size(path) < length:
+            raise CheckpointError(f"{path} is shorter than at the last checkpoint: restore it, or use another folder")
+        if path.exists():
+            os.truncate(path, length)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -215,10 +212,10 @@ class RunFolder:
         write_json(self.path / "result.json", dataclasses.asdict(result))
 
     def close(self) -> None:
-        """Close the logs."""
-        for file in self._logs.values():
+        """Close the log."""
+        if self._log is not None:
             with contextlib.suppress(OSError):  # a full disk was an error when the line was written
-                file.close()
+                self._log.close()
 
 
 @contextlib.contextmanager
@@ -276,18 +273,18 @@ def restore(trainer: Trainer, tensors: dict[str, Tensor], state: dict[str, Any])
     """Put a checkpoint back; return where it was."""
     try:
         trainer.load_tensors(tensors)
-    except (
-        RuntimeError,
-        IndexError,
-        IntegerError,
-    ) as error:  # load_state_dict lists every difference on a line of its own
-        reason = str(error).strip().splitlines()[-1].strip()
+    except (RuntimeError, IndexError, IntegerError) as error:
         raise CheckpointError(
-            f"the checkpoint does not fit the network that {trainer.recipe.model} builds now: {reason} Train in "
-            "another folder"
+            f"the checkpoint does not fit the network that {trainer.recipe.model} builds now: {last_line(error)} Train "
+            "in another folder"
         ) from error
     trainer.scaler.load_state_dict(state["scaler"])
     return Position(**state["position"])
+
+
+def last_line(error: Exception) -> str:
+    """Return one of the differences that ``load_state_dict`` lists, each on a line of its own."""
+    return str(error).strip().splitlines()[-1].strip()
 
 
 # -- files ---------------------------------------------------------------------------------------------------
@@ -320,6 +317,10 @@ def write_atomically(path: Path, data: bytes) -> None:
 def write_json(path: Path, data: dict[str, Any]) -> None:
     """Write a JSON file, whole or not at all."""
     write_atomically(path, (json.dumps(data, indent=1, allow_nan=False) + "\n").encode())
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from mimicnorm.errors import RecipeError
 
 
 def load_trained(model: nn.Module, path: Path, sha256: str, heads: Sequence[str]) -> list[str]:
-    """Load the weights in a file into a network; nothing is changed if they are those of another one.
+    """Load the weights in a file into a network; those of another one are an error.
 
     Args:
         model: The network, before its conversion.
@@ -28,18 +29,16 @@ def load_trained(model: nn.Module, path: Path, sha256: str, heads: Sequence[str]
     """
     given, wanted = _read(path, sha256), model.state_dict()
     fresh = [head for head in heads if not _has_all(given, wanted, head)]
-    known = {k: v for k, v in given.items() if not any(_is_of(k, head) for head in fresh)}
-    needed = {k: v for k, v in wanted.items() if not any(_is_of(k, head) for head in fresh)}
-    problems = [
-        *_listed("it lacks", [k for k in needed if k not in known and not k.endswith("num_batches_tracked")]),
-        *_listed("it has besides", sorted(k for k in known if k not in needed)),
-        *_listed("of another shape", [k for k in needed if k in known and known[k].shape != needed[k].shape]),
-    ]
-    if problems:
+    own = [k for k in wanted if k.endswith("num_batches_tracked") and k not in given]
+    own += [k for k in wanted if any(_is_of(k, head) for head in fresh)]
+    loaded = {k: v for k, v in given.items() if not any(_is_of(k, head) for head in fresh)}
+    try:
+        model.load_state_dict(loaded | {k: wanted[k] for k in own})
+    except RuntimeError as error:  # it lists all keys, which may be hundreds
         raise RecipeError(
-            f"init_from: {path} does not hold the weights of this network before its conversion: {'; '.join(problems)}"
-        )
-    model.load_state_dict(known, strict=False)
+            f"init_from: {path} does not hold the weights of this network before its conversion: "
+            f"{textwrap.shorten(str(error), 400)}"
+        ) from error
     return fresh
 
 
@@ -65,8 +64,3 @@ def _has_all(given: dict[str, Tensor], wanted: dict[str, Tensor], head: str) -> 
 
 def _is_of(key: str, head: str) -> bool:
     return key.startswith(f"{head}.")
-
-
-def _listed(what: str, keys: list[str]) -> list[str]:
-    shown = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
-    return [f"{what} {shown}"] if keys else []
