@@ -1,8 +1,8 @@
 """Time per training step, in turns: BatchNorm, MimicNorm with its two ways of centring, no norm, and what others offer.
 
-    python benchmarks/speed.py [--rounds 20] [--threads 2]
+    python benchmarks/speed.py [cells] [grid] [--rounds 20] [--threads 2]
 
-Writes ``results/speed.json``. A cell is NETWORK-BATCH-PIXELS of torchvision's network, channels last unless
+``cells`` writes ``results/speed.json``. A cell is NETWORK-BATCH-PIXELS of torchvision's network, channels last unless
 it ends in -contiguous, or the network of ``make demo`` on digits. A step is forward pass, cross entropy, backward pass
 and SGD with momentum. Every round runs one step of every method, beginning with another one each time; ratios are taken
 within a round, and their median is given with its 95 % interval.
@@ -10,7 +10,8 @@ within a round, and their median is given with its 95 % interval.
 The share of centring is the time inside profiler ranges around every piece of it (sums, differences, scalars, centred
 gradients), over the time of the step in the same profile.
 
-Rows that are there stay: the same command goes on. Run it on an idle machine.
+``grid`` writes ``results/speed-grid.json`` and ``docs/figures/speed-grid.png``: ResNet-50 over batch and image
+sizes. Rows that are there stay: the same command goes on. Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from provenance import Rows, zoo
+from provenance import ROOT, Rows, zoo
 from steps import ratio, training_step
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -45,12 +46,14 @@ CELLS = (
     "resnet18-32-112",
     "digits-64-8",
 )
+GRID = (*(f"resnet50-{batch}-112" for batch in (2, 4, 8, 16, 32, 64)), *(f"resnet50-8-{px}" for px in (64, 160, 224)))
 METHODS: dict[str, Method] = {
     "batchnorm": BatchNorm(),
     "mimicnorm, forward": MimicNorm(),
     "mimicnorm, backward": MimicNorm(centre="backward"),
     "nonorm": NoNorm(),
 }
+IN_GRID = ("batchnorm", "mimicnorm, backward", "nonorm")
 PIECES = ((weight, "_sums"), (weight, "_made"), (weight, "_made_backward"), (weight_mean, "centre_rows"))
 RANGE = "mimicnorm centring"
 
@@ -90,9 +93,9 @@ def step_of(model: nn.Module, cell: str) -> Callable[[], None]:
     return training_step(model, images, labels)
 
 
-def times(cell: str, rounds: int) -> dict[str, Any]:
+def times(cell: str, rounds: int, only: tuple[str, ...] = ()) -> dict[str, Any]:
     name, batch, pixels, _ = parsed(cell)
-    made = networks(name, pixels)
+    made = {n: make for n, make in networks(name, pixels).items() if not only or n in only}
     if batch * pixels**2 > 8 * 224**2:  # steps of seconds
         made, rounds = {n: make for n, make in made.items() if n in METHODS}, max(LEAST_ROUNDS, rounds // 2)
     rounds = 10 * rounds if name == "digits" else rounds
@@ -154,18 +157,56 @@ def parsed(cell: str) -> tuple[str, int, int, torch.memory_format]:
     return name, int(batch), int(pixels), layout
 
 
+def figure(rows: list[dict]) -> None:
+    """Draw the step time over no norm at all, over batch sizes and image sizes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    points = {row["cell"]: row["over_nonorm"] for row in rows}
+    drawn, both = pyplot.subplots(1, 2, figsize=(9, 3.4), sharey=True, layout="constrained")
+    for axes, label, which in ((both[0], "batch, 112 px", 1), (both[1], "pixels, batch 8", 2)):
+        cells = [c for c in points if c.split("-")[3 - which] == {1: "112", 2: "8"}[which]]
+        cells.sort(key=lambda c, which=which: int(c.split("-")[which]))
+        at = [int(c.split("-")[which]) for c in cells]
+        for method, colour in (("batchnorm", "#1f5fae"), ("mimicnorm, backward", "#c4411a")):
+            values = [points[c][method] for c in cells]
+            axes.plot(at, [v["value"] for v in values], "o-", color=colour)
+            axes.fill_between(at, [v["low"] for v in values], [v["high"] for v in values], color=colour, alpha=0.15)
+            axes.annotate(method, (at[-1], values[-1]["value"]), (4, 0), textcoords="offset points", color=colour)
+        axes.axhline(1.0, color="grey", lw=0.8)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(at, [str(a) for a in at])
+        axes.set_xlabel(label)
+        axes.set_xlim(right=at[-1] * 2.2 if which == 1 else at[-1] * 1.5)
+        axes.spines[["top", "right"]].set_visible(False)
+    both[0].set_ylabel("step time / no norm")
+    drawn.suptitle("ResNet-50, training step on a CPU, channels last", fontsize=10)
+    drawn.savefig(ROOT / "docs" / "figures" / "speed-grid.png", dpi=150)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", choices=["cells", "grid"], default=["cells"])
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
-    rows = Rows("speed", "cell", rounds=asked.rounds, threads=asked.threads)
-    for cell in CELLS:
-        if (cell,) not in rows:
-            shares = {method: share(cell, method) for method in METHODS if method.startswith("mimicnorm")}
-            rows.add({"cell": cell, "centring_share": shares, **times(cell, asked.rounds)})
-            gc.collect()
+    if "cells" in asked.parts:
+        rows = Rows("speed", "cell", rounds=asked.rounds, threads=asked.threads)
+        for cell in CELLS:
+            if (cell,) not in rows:
+                shares = {method: share(cell, method) for method in METHODS if method.startswith("mimicnorm")}
+                rows.add({"cell": cell, "centring_share": shares, **times(cell, asked.rounds)})
+                gc.collect()
+    if "grid" in asked.parts:
+        rows = Rows("speed-grid", "cell", rounds=asked.rounds, threads=asked.threads)
+        for cell in GRID:
+            if (cell,) not in rows:
+                rows.add({"cell": cell, **times(cell, asked.rounds, IN_GRID)})
+                gc.collect()
+        figure(rows.rows)
 
 
 if __name__ == "__main__":

@@ -82,3 +82,20 @@ def centring() -> str:
         rows.append(tuple(cells))
     head = "network, batch, pixels | forward: share of a step | time / no norm | backward: share | time / no norm"
     return table(head, rows)
+
+
+def speed_grid() -> str:
+    rows = []
+    for row in load("speed-grid")["rows"]:
+        _, batch, pixels = row["cell"].split("-")
+        over = (interval(row["over_nonorm"][method]) for method in ("batchnorm", "mimicnorm, backward"))
+        rows.append((batch, pixels, *over, interval(row["batchnorm_over"]["mimicnorm, backward"])))
+    return table("batch | pixels | BatchNorm / no norm | MimicNorm / no norm | BatchNorm / MimicNorm", rows, left=0)
+
+
+def planning() -> str:
+    rows = [
+        (f"`{r['model'].partition(':')[2]}`", r["batch_norms"], r["before"], r["now"], f"{r['now'] / r['before']:.2f}")
+        for r in load("planning")["rows"]
+    ]
+    return table("network | BatchNorms | before, s | now, s | ratio", rows)

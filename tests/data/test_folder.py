@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shutil
 import signal
@@ -73,22 +74,29 @@ def test_images_depend_on_seed_epoch_and_index_alone(tree):
     assert not torch.equal(whole, other)
     state = torch.get_rng_state()
     indices = [torch.tensor([4, 1]), torch.tensor([5])]
+    workers = []
     for epoch, expected in enumerate((whole, other)):
         assert torch.equal(batch(source, indices, workers=2, epoch=epoch), expected[[4, 1, 5]])
+        workers.append({child.pid for child in multiprocessing.active_children()})
+    assert len(workers[0]) == 2
+    assert workers[0] == workers[1]  # they were not started again
+    first, second = (source.batches(indices, seed=3, epoch=0, augment=True) for _ in range(2))
+    for (a, _), (b, _) in zip(first, second, strict=True):  # two at the same time do not disturb each other
+        assert torch.equal(a, b)
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_batches_for_a_gpu_are_pinned(tree, monkeypatch):
-    pinned = []
+@pytest.mark.parametrize(("device", "pinned"), [("cpu", False), ("cuda", True), ("cuda:1", True)])
+def test_batches_for_a_gpu_are_pinned(tree, monkeypatch, device, pinned):
+    settings = []
 
-    def loader(*_, pin_memory, **given):
-        pinned.append(pin_memory)
-        return torch.utils.data.DataLoader([], batch_size=None)
+    def loader(*_, **given):
+        settings.append(given)
+        return torch.utils.data.DataLoader([], batch_size=None, sampler=given["sampler"])
 
     monkeypatch.setattr(folder, "DataLoader", loader)
-    for device in ("cpu", "cuda", "cuda:1"):
-        assert list(data.load(f"folder:{tree}").batches([], seed=0, epoch=0, augment=True, device=device)) == []
-    assert pinned == [False, True, True]
+    assert list(data.load(f"folder:{tree}").batches([], seed=0, epoch=0, augment=True, device=device)) == []
+    assert settings[0]["pin_memory"] is pinned
 
 
 def test_a_killed_worker_is_an_error_with_a_remedy(tree, monkeypatch):

@@ -33,9 +33,7 @@ def test_an_image_depends_on_seed_epoch_and_index_alone(order, size, ranks):
     order = torch.tensor(order)
     for rank in range(ranks):
         mine = order[rank::ranks]
-        images, labels = map(torch.cat, zip(*s.batches(mine.split(size), seed=1, epoch=2, augment=True), strict=True))
-        assert torch.equal(images, whole[mine])
-        assert torch.equal(labels, mine % 10)
+        assert torch.equal(images_of(s, mine.split(size)), whole[mine])
 
 
 def test_seed_and_epoch_change_the_images():
@@ -43,6 +41,14 @@ def test_seed_and_epoch_change_the_images():
     drawn = [images_of(s, everything, seed, epoch) for seed, epoch in ((1, 2), (2, 1), (1, 3), (-1, 2))]
     for i, one in enumerate(drawn):
         assert all((one != other).flatten(1).any(1).sum() > 30 for other in drawn[:i])
+
+
+def test_labels_belong_to_their_images():
+    (_, labels), (_, more) = source().batches(
+        [torch.tensor([3, 12]), torch.tensor([39])], seed=0, epoch=0, augment=True
+    )
+    assert labels.tolist() == [3, 2]
+    assert more.tolist() == [9]
 
 
 @pytest.mark.parametrize("flip", [True, False])
@@ -57,6 +63,18 @@ def test_it_is_what_a_plain_loop_does(pad, flip):
             padded = padded.flip(2)
         y, x = int(a * (2 * pad + 1)), int(b * (2 * pad + 1))
         assert torch.equal(result, padded[:, y : y + 8, x : x + 6])
+
+
+def test_every_shift_and_both_directions_come_up_equally_often():
+    count, pad = 40_000, 4
+    marked = torch.zeros(count, 1, 2 * pad + 1, 2 * pad + 1, dtype=torch.uint8)
+    marked[:, :, pad, pad] = 1
+    s = Memory(
+        "x", 1, (1, 9, 9), "cifar", "standard", (0.0,), (1 / 255,), marked, torch.zeros(count).long(), pad, False
+    )
+    where = images_of(s, [torch.arange(count)]).sum(0)[0]
+    expected = count / 81
+    assert ((where - expected) ** 2 / expected).sum() < 140  # chi-squared with 80 degrees of freedom: p = 4e-5
 
 
 @pytest.mark.parametrize(("augment", "asked"), [("none", True), ("standard", False)])
@@ -86,9 +104,15 @@ def test_a_fingerprint_is_of_every_image_and_label():
     assert len({before, *(s.fingerprint() for s in (pixel, label, scale))}) == 4
 
 
-def test_batches_are_made_on_the_device():
-    (x, y), *_ = source().batches([torch.arange(4)], seed=0, epoch=0, augment=True, device="meta")
-    assert (x.device.type, y.device.type) == ("meta", "meta")
+def test_the_data_is_copied_to_a_device_once():
+    s = source()
+    images = s.images
+    for device in ("meta", "cpu", "meta"):  # training, a look at some images, training
+        (x, y), *_ = s.batches([torch.arange(4)], seed=0, epoch=0, augment=True, device=device)
+        assert (x.device.type, y.device.type) == (device, device)
+        copy = s._on(torch.device("meta"))
+        assert s._on(torch.device("meta")) is copy
+        assert s.images is images
 
 
 class Own(Source):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import pytest
@@ -20,6 +21,7 @@ def user_module(tmp_path, monkeypatch):
         "def full(num_classes=5, in_channels=3):\n    return nn.Conv2d(in_channels, num_classes, 1)\n"
         "def required(num_classes, in_channels):\n    return nn.Conv2d(in_channels, num_classes, 1)\n"
         "def broken():\n    raise KeyError('width')\n"
+        "ready = nn.Linear(3, 7)\n"
     )
     (tmp_path / "typo.py").write_text("def net(:\n")
     (tmp_path / "colorsys.py").write_text("net = None\n")
@@ -47,6 +49,8 @@ def test_a_factory_gets_what_it_takes(user_module):
     assert models.find("mynets:full", num_classes=2, in_channels=1).weight.shape == (2, 1, 1, 1)
     assert models.find("mynets:required", num_classes=2, in_channels=1).weight.shape == (2, 1, 1, 1)
     assert models.find("mynets:plain", in_channels=3).out_features == 2
+    assert models.find("mynets:ready", num_classes=9).out_features == 7
+    assert models.find("mynets:ready") is not models.find("mynets:ready")  # one may be converted, the next not
 
 
 @pytest.mark.parametrize(
@@ -87,6 +91,16 @@ def test_a_package_that_does_not_import_is_named(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(MimicNormError, match=r"nms does not exist\. Its build must match that of torch"):
         models.find("timm:resnet18")
+
+
+def test_a_mistyped_name_does_not_wait_for_torch():
+    code = (
+        "import sys\nfrom mimicnorm import errors, models\n"
+        "try: models.find('resnet81')\nexcept errors.NameNotFoundError as error: print(error)\n"
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "Did you mean resnet18" in done.stdout
 
 
 @pytest.mark.parametrize(

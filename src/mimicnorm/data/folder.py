@@ -9,6 +9,7 @@ import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +27,7 @@ SPLITS = {"train": ("train",), "test": ("val", "validation", "test")}
 TRIES = 10  # at a crop that fits, as is usual
 AREA = {"standard": 0.08, "light": 0.25}  # the smallest crop, as a fraction of the image
 HASHED_FILES = 256  # opened for a fingerprint: a second or two for ImageNet on a slow disk
+_Request = tuple[Tensor, int, int, float | None]  # indices, seed, epoch, area of the smallest crop
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Folder(Source):
     names: np.ndarray = field(repr=False)
     labels: Tensor = field(repr=False)
     workers: int = field(default_factory=lambda: min(8, _cores()))
+    _idle: DataLoader | None = field(default=None, init=False, repr=False)
 
     @classmethod
     def open(cls, path: Path, split: str, *, augment: Augment, size: int = 224) -> Folder:
@@ -87,19 +90,26 @@ class Folder(Source):
         self, indices: Sequence[Tensor], *, seed: int, epoch: int, augment: bool, device: torch.device | str = "cpu"
     ) -> Iterator[tuple[Tensor, Tensor]]:
         area = AREA.get(self.augment) if augment else None
-        loader = DataLoader(
-            _Decoder(self.root, self.names, self.shape[1], seed, epoch, area),
-            batch_size=None,
-            sampler=indices,
-            num_workers=self.workers,
-            pin_memory=torch.device(device).type == "cuda",
-            generator=torch.Generator(),  # else the loader draws a number from the caller's generator
-        )
-        for chosen, decoded in zip(indices, _decoded(loader), strict=True):
+        # All that changes between epochs is in the requests, so that the workers can stay.
+        requests = [(chosen, seed, epoch, area) for chosen in indices]
+        loader, self._idle = self._idle, None  # a second iterator at the same time gets workers of its own
+        pin = torch.device(device).type == "cuda"
+        if loader is None or (loader.num_workers, loader.pin_memory) != (self.workers, pin):
+            loader = DataLoader(
+                _Decoder(self.root, self.names, self.shape[1]),
+                batch_size=None,
+                sampler=[],  # filled for each epoch
+                num_workers=self.workers,
+                persistent_workers=self.workers > 0,
+                pin_memory=pin,
+                generator=torch.Generator(),  # else the loader draws a number from the caller's generator
+            )
+        for chosen, decoded in zip(indices, _decoded(loader, requests), strict=True):
             if isinstance(decoded, str):
                 raise DataError(decoded)
             images = decoded.to(device, non_blocking=True)
             yield self.normalise(images), self.labels[chosen].to(device, non_blocking=True)
+        self._idle = loader  # its workers wait for the next epoch
 
 
 def _cores() -> int:
@@ -137,12 +147,14 @@ def _list_images(root: Path, classes: list[str]) -> tuple[list[str], Tensor]:
     return names, torch.tensor(labels)
 
 
-def _decoded(loader: DataLoader) -> Iterator[Tensor | str]:
-    """Yield the decoded batches.
+def _decoded(loader: DataLoader, requests: list[_Request]) -> Iterator[Tensor | str]:
+    """Yield the decoded batches of one epoch.
 
     torch watches workers by a SIGCHLD handler that raises wherever the main thread happens to be. Without it, a killed
     worker is noticed here, where batches are waited for.
     """
+    sampler: Any = loader.sampler
+    sampler[:] = requests
     child = getattr(signal, "SIGCHLD", signal.SIGINT)  # Windows has none, and torch leaves SIGINT alone
     handler = signal.getsignal(child)
     try:
@@ -166,21 +178,19 @@ class _Decoder(Dataset):
     root: Path
     names: np.ndarray
     size: int
-    seed: int
-    epoch: int
-    area: float | None  # of the smallest crop; None is the centre of each image
 
-    def __getitem__(self, indices: Tensor) -> Tensor | str:  # pyrefly: ignore[bad-override]
-        draws = uniforms(self.seed, self.epoch, indices, 4 * TRIES + 1).tolist()
+    def __getitem__(self, index: _Request) -> Tensor | str:
+        indices, seed, epoch, area = index
+        draws = uniforms(seed, epoch, indices, 4 * TRIES + 1).tolist()
         images = np.empty((len(draws), self.size, self.size, 3), dtype=np.uint8)
         try:
             for target, position, drawn in zip(images, indices.tolist(), draws, strict=True):
-                self._decode(position, drawn, target)
+                self._decode(position, area, drawn, target)
         except DataError as error:
             return str(error)
         return torch.from_numpy(images).permute(0, 3, 1, 2).contiguous()
 
-    def _decode(self, index: int, drawn: list[float], target: np.ndarray) -> None:
+    def _decode(self, index: int, area: float | None, drawn: list[float], target: np.ndarray) -> None:
         from PIL import Image
 
         file = self.root / os.fsdecode(self.names[index])
@@ -189,9 +199,9 @@ class _Decoder(Dataset):
             if encoded.mode[0] in "IF":  # Pillow would make nearly all of it white
                 raise DataError(f"{where} has more than 8 bits per pixel (mode {encoded.mode}): save it with 8")
             image = encoded.convert("RGB")
-        box = centre(image.size) if self.area is None else random_box(image.size, self.area, drawn)
+        box = centre(image.size) if area is None else random_box(image.size, area, drawn)
         resized = image.resize((self.size, self.size), Image.Resampling.BILINEAR, box=box)
-        target[...] = np.asarray(resized)[:, ::-1] if self.area is not None and drawn[-1] < 0.5 else resized
+        target[...] = np.asarray(resized)[:, ::-1] if area is not None and drawn[-1] < 0.5 else resized
 
 
 Box = tuple[float, float, float, float]

@@ -5,6 +5,7 @@ timm and torchvision are for the user to install; nothing here imports them, or 
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import sys
@@ -75,6 +76,8 @@ def find(
             raise MimicNormError(f"{spec!r} takes images of 3 channels, not {in_channels}: use timm:NAME or your own")
         return _call(spec, partial(models.get_model, name, weights=None), arguments)
     factory = _attribute(spec, source, name)
+    if not isinstance(factory, type) and hasattr(factory, "parameters"):
+        return copy.deepcopy(factory)  # a model, not a factory; every call gives a fresh one
     if arguments.get("in_channels") == 3 and not _accepts(factory, "in_channels"):
         del arguments["in_channels"]  # three channels are what most networks take anyway
     return _call(spec, factory, arguments)

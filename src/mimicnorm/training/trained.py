@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from mimicnorm.errors import RecipeError
 
 
 def load_trained(model: nn.Module, path: Path, sha256: str, heads: Sequence[str]) -> list[str]:
-    """Load the weights in a file into a network; those of another one are an error.
+    """Load the weights in a file into a network; nothing is changed if they are those of another one.
 
     Args:
         model: The network, before its conversion.
@@ -29,16 +28,18 @@ def load_trained(model: nn.Module, path: Path, sha256: str, heads: Sequence[str]
     """
     given, wanted = _read(path, sha256), model.state_dict()
     fresh = [head for head in heads if not _has_all(given, wanted, head)]
-    own = [k for k in wanted if k.endswith("num_batches_tracked") and k not in given]
-    own += [k for k in wanted if any(_is_of(k, head) for head in fresh)]
-    loaded = {k: v for k, v in given.items() if not any(_is_of(k, head) for head in fresh)}
-    try:
-        model.load_state_dict(loaded | {k: wanted[k] for k in own})
-    except RuntimeError as error:  # it lists all keys, which may be hundreds
+    known = {k: v for k, v in given.items() if not any(_is_of(k, head) for head in fresh)}
+    needed = {k: v for k, v in wanted.items() if not any(_is_of(k, head) for head in fresh)}
+    problems = [
+        *_listed("it lacks", [k for k in needed if k not in known and not k.endswith("num_batches_tracked")]),
+        *_listed("it has besides", sorted(k for k in known if k not in needed)),
+        *_listed("of another shape", [k for k in needed if k in known and known[k].shape != needed[k].shape]),
+    ]
+    if problems:
         raise RecipeError(
-            f"init_from: {path} does not hold the weights of this network before its conversion: "
-            f"{textwrap.shorten(str(error), 400)}"
-        ) from error
+            f"init_from: {path} does not hold the weights of this network before its conversion: {'; '.join(problems)}"
+        )
+    model.load_state_dict(known, strict=False)
     return fresh
 
 
@@ -64,3 +65,8 @@ def _has_all(given: dict[str, Tensor], wanted: dict[str, Tensor], head: str) -> 
 
 def _is_of(key: str, head: str) -> bool:
     return key.startswith(f"{head}.")
+
+
+def _listed(what: str, keys: list[str]) -> list[str]:
+    shown = ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+    return [f"{what} {shown}"] if keys else []
