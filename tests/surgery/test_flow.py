@@ -52,6 +52,23 @@ def test_an_owner_feeds_its_norm_through_views_padding_and_dropout_only(between,
     assert owner_of(graph(lambda c, n, x: n[0](between(c[0](x))))) == ("c.0" if owned else None)
 
 
+@pytest.mark.parametrize(
+    ("choose", "owned"),
+    [
+        (lambda y, x: y.masked_fill(x > 0, 0), True),
+        (lambda y, x: torch.masked_fill(y, mask=x > 0, value=0.0), True),
+        (lambda y, x: y.masked_fill(x > 0, -1), False),
+        (lambda y, x: y.masked_fill(y > 0, 0), False),
+        (lambda y, x: y[x.flatten(1).argmax(0)[:2]], True),
+        (lambda y, x: torch.zeros(9, 8, 4, 4)[y.flatten(1).argmax(0)[:2]], False),
+    ],
+)
+def test_an_owner_may_be_masked_and_chosen_from_by_others(choose, owned):
+    g = graph(lambda c, n, x: n[0](choose(c[0](x), x)))
+    assert owner_of(g) == ("c.0" if owned else None)
+    assert not flow.on_raw_input(g.calls("n.0")[0])
+
+
 def test_an_owner_has_no_other_reader():
     def run(c, n, x):
         y = c[0](x)

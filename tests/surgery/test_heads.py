@@ -39,6 +39,23 @@ def test_no_evident_head(last):
     assert "output 0" in problems[0]
 
 
+class Averages(nn.Module):
+    """An average of two outputs that no head makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 4)
+
+    def forward(self, x):
+        return self.fc(x).cos() + self.fc(x + 1).cos()
+
+
+def test_a_problem_is_told_once():
+    found, problems = heads(Averages(), (2, 3))
+    assert not found
+    assert problems == ["output 0 (2, 4) is made by cos in the model's own forward, not by a layer"]
+
+
 def test_a_layer_that_the_network_goes_on_reading_is_no_head():
     class Net(nn.Module):
         def __init__(self):

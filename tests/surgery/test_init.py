@@ -236,6 +236,32 @@ def test_calibrate_leaves_layers_without_a_signal_to_the_theory():
         init_(model, "calibrate", example=torch.full((8, 64), torch.nan))
 
 
+class Recurrent(nn.Module):
+    """Its state begins at zero, so the first use of ``on_state`` gives no signal."""
+
+    def __init__(self):
+        super().__init__()
+        self.on_input, self.on_state = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.norms, self.head = nn.ModuleList(nn.BatchNorm1d(64) for _ in range(2)), nn.Linear(64, 4)
+
+    def forward(self, x):
+        state = torch.zeros_like(x)
+        for _ in range(3):
+            state = torch.tanh(self.norms[0](self.on_input(x)) + self.norms[1](self.on_state(state)))
+        return self.head(state)
+
+
+def test_calibrate_waits_for_a_signal():
+    model, uses = Recurrent(), []
+    report = convert_(model, MimicNorm(residual=None, last_norm=False), example=torch.randn(256, 64))
+    assert report.init == "calibrate"
+    assert not any("signal" in note for note in report.notes)
+    model.on_state.register_forward_hook(lambda module, args, output: uses.append(output.var(correction=0).item()))
+    model(torch.randn(256, 64))
+    assert uses[0] == 0
+    assert uses[1] == pytest.approx(1, rel=0.2)
+
+
 def test_calibrate_leaves_flags_statistics_and_other_layers():
     model = nn.Sequential(nets.resnet(), nn.Dropout(0.5)).eval()
     head = model[0].fc.weight.clone()

@@ -70,6 +70,22 @@ MIXING = {
     "convolved": Apply(lambda x: F.conv1d(x.flatten(1).T[:, None], torch.ones(1, 1, 3), padding=1)[:, 0].T.view_as(x)),
     "rolled as one": Apply(lambda x: x + x.roll(7)),
     "in place": Apply(lambda x: x.clone().cumsum_(0)),
+    "torn by a view": Apply(lambda x: x.movedim(0, -1).reshape(x.shape)),
+    "torn by a view for good": Apply(
+        lambda x: x.movedim(0, -1).reshape(-1, 8).softmax(1).view(6, 4, 4, -1).movedim(-1, 0)
+    ),
+    "taken apart in another order": Apply(
+        lambda x: x.permute(2, 0, 1, 3).flatten(0, 1).relu().unflatten(0, (len(x), 4)).transpose(1, 2)
+    ),
+    "scattered": Apply(
+        lambda x: torch.zeros_like(x).scatter_reduce(
+            0, (torch.arange(len(x)) // 2).view(-1, 1, 1, 1).expand_as(x), x, "sum"
+        )
+    ),
+    "resized": Apply(
+        lambda x: F.interpolate(F.interpolate(x.flatten(1).T[None], 5), len(x), mode="linear")[0].T.view_as(x)
+    ),
+    "scattered by a mask": Apply(lambda x: torch.zeros_like(x).masked_scatter(x > 0, x)),
     "through written memory": Apply(lambda x: x - written(x)),
     "attention": Apply(lambda x: ((x.flatten(1) @ x.flatten(1).T).sigmoid() @ x.flatten(1)).view_as(x)),
 }
@@ -82,6 +98,11 @@ INDEPENDENT = {
     "attention per sample": Apply(lambda x: (x.flatten(2) @ x.flatten(2).mT @ x.flatten(2)).view_as(x)),
     "in halves": Apply(lambda x: torch.cat([h.relu() for h in x.chunk(2)])),
     "one by one": Apply(lambda x: torch.stack([row * 2 for row in x])),
+    "time in the batch": Apply(lambda x: x.transpose(1, 2).flatten(0, 1).relu().unflatten(0, (-1, 4)).transpose(1, 2)),
+    "the batch in time": Apply(
+        lambda x: x.permute(2, 0, 1, 3).flatten(0, 1).relu().unflatten(0, (4, -1)).permute(1, 2, 0, 3)
+    ),
+    "two batches in one": Apply(lambda x: torch.cat([x, -x]).relu().view(2, *x.shape).sum(0)),
     "drop path": Apply(lambda x: x * torch.bernoulli(torch.full((len(x), 1, 1, 1), 0.5))),
     "statistics that nobody reads": Apply(lambda x: (x.mean(), x)[1]),
 }

@@ -133,6 +133,28 @@ def test_layers():
     assert probe.layer(same, shape) == probe.LayerProbe(True, True, True, True, keeps=True)
 
 
+class Normed(nn.Conv2d):
+    """Holds the BatchNorm that it runs, which has a plan of its own."""
+
+    def __init__(self):
+        super().__init__(4, 4, 3)
+        self.norm = nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return self.norm(super().forward(x))
+
+
+@pytest.mark.parametrize("tracks", [True, False])
+def test_a_layer_is_probed_without_the_batch_norm_inside(tracks):
+    layer = Normed()
+    nn.init.normal_(layer.norm.bias)
+    layer.norm.running_mean += 1
+    if not tracks:
+        layer.norm.running_mean = layer.norm.running_var = None
+    assert probe.layer(layer, torch.Size((2, 4, 6, 6))) == probe.LayerProbe(True, True, True, True, keeps=True)
+    assert "forward" not in layer.norm.__dict__
+
+
 def test_probes_on_the_meta_device():
     with torch.device("meta"):
         norm, conv = zoo.timm().layers.BatchNormAct2d(8), Padded(4, 4, 3)

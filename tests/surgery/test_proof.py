@@ -139,6 +139,23 @@ def test_a_number_that_depends_on_the_class_is_refused(number: str):
     invariants.refuses(exact, mn.MimicNorm(min_fan_in=1), example=IMAGE, match="takes another path")
 
 
+class Penalised(Stack):
+    """Returns a penalty beside its output."""
+
+    def __init__(self, penalty):
+        super().__init__(lambda layer, x: layer(x))
+        self.penalty = penalty
+
+    def forward(self, x):
+        return super().forward(x), self.penalty(self)
+
+
+def test_a_penalty_that_would_be_lost_is_refused():
+    gammas = Penalised(lambda m: sum(n.weight.abs().sum() for n in m.modules() if isinstance(n, nn.BatchNorm2d)))
+    invariants.refuses(gammas, mn.NoNorm(), example=IMAGE, match="a penalty on weights, or another constant' in the")
+    assert mn.plan(Penalised(lambda m: m.body[0].weight.abs().sum()), mn.NoNorm(), example=IMAGE).ok
+
+
 class InEvaluation(nn.Sequential):
     def forward(self, x):
         for layer in self:

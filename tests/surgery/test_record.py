@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import OrderedDict
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import nets
@@ -104,6 +105,12 @@ def test_factories_do_not_carry_data():
     assert only(graph, op="mul").kind is Kind.CONSTANT
 
 
+def test_an_average_over_all_batches_is_recorded_on_fake_tensors():
+    norm = nn.BatchNorm1d(4, momentum=None)
+    assert record(norm, (3, 4)).fake
+    assert norm.momentum is None
+
+
 @pytest.mark.parametrize("reads_values", [True, False])
 def test_a_batch_norm_gives_its_memory_format(reads_values):
     def run(model, x):
@@ -198,12 +205,21 @@ class Outputs(OrderedDict):
     """As the outputs of other packages: a dict of a class of its own."""
 
 
+@dataclass
+class Attributes(OrderedDict):
+    """A dict by class alone: what it has is in its attributes."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+
+
 OUTPUTS = {
     "tuple": lambda a, b: (a, [b]),
     "dict": lambda a, b: {"a": a, "b": {"c": b}},
     "object": Result,
     "slots": Slots,
     "subclass of dict": lambda a, b: Outputs(a=a, b=Outputs(c=b)),
+    "attributes": Attributes,
     "namespace": lambda a, b: SimpleNamespace(a=a, b=SimpleNamespace(c=[b])),
     "nested": lambda a, b: {"a": [SimpleNamespace(a=a)], "b": Result(None, Outputs(b=b))},
 }

@@ -39,7 +39,7 @@ def without_formula(
     """
     for node in nodes:
         reason = None
-        if node.kind in (Kind.RESIZE, Kind.SOFTMAX, Kind.OPAQUE):
+        if node.kind in (Kind.RESIZE, Kind.SOFTMAX, Kind.OPAQUE) or node.op == "masked_fill":
             reason = node.op
         elif node.kind is Kind.PRODUCT:
             reason = "a gate or product"

@@ -93,7 +93,7 @@ def tensors_in(values: Any) -> list[Tensor]:
 
 def _contents(value: Any) -> tuple[list[Any], bool]:
     """What a container or an object holds, and whether it is an object."""
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and value:  # a dataclass may be one, and hold all it has in attributes
         return list(value.values()), False
     if isinstance(value, (list, tuple, set, deque)):
         return list(value), False

@@ -59,9 +59,7 @@ def walk_back(node: Node, through: tuple[Kind, ...], stop: Callable[[Node], bool
 
 def owner(norm: Node) -> Node | None:
     """The weight layer that alone produces a BatchNorm's input, if nothing but BatchNorms reads its output."""
-    node = norm.inputs[0]
-    while node.kind in _TO_OWNER and len(set(node.inputs)) == 1:
-        node = node.inputs[0]
+    node = walk_back(norm.inputs[0], _TO_OWNER)
     alone = node.kind is Kind.LAYER and node.layer is not None and _only_normalised(node)
     return node if alone else None
 
@@ -80,7 +78,8 @@ def _only_normalised(node: Node) -> bool:
     """Whether BatchNorms alone read a tensor: one, several (of its chunks, say), through views on the way."""
     if node.is_output or not node.users:
         return False
-    return all(u.kind is Kind.NORM or (u.kind in _TO_OWNER and _only_normalised(u)) for u in node.users)
+    handed_on = [u for u in node.users if u.kind in _TO_OWNER and carried(u) is node]
+    return all(u.kind is Kind.NORM or (u in handed_on and _only_normalised(u)) for u in node.users)
 
 
 def on_raw_input(norm: Node) -> bool:

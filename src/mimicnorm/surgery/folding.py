@@ -191,7 +191,7 @@ def _producers(calls: list[Node]) -> list[Node]:
         if node.kind is Kind.LAYER:
             producers.append(node)
         elif _is_linear(node):
-            front += node.inputs
+            front += node.inputs if node.kind is Kind.CONCAT else node.inputs[:1]  # others are masks and indices
         else:
             return []
     before = on_the_way.difference(calls)

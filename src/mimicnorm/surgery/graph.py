@@ -67,6 +67,7 @@ class Graph:
     Attributes:
         nodes: In execution order.
         outputs: The model's tensor outputs, depth first through tuples and dicts.
+        constants: How many tensors it returned that do not depend on its input, such as a penalty on weights.
         functional_norms: Modules that called ``F.batch_norm`` on data without being a BatchNorm.
         used_elsewhere: Layers whose weight also meets data outside their own forward.
         norm_inputs: What each BatchNorm module was called with, by name; its shape is the module's own view.
@@ -77,6 +78,7 @@ class Graph:
 
     nodes: list[Node] = field(default_factory=list)
     outputs: list[Node] = field(default_factory=list)
+    constants: int = 0
     functional_norms: list[str] = field(default_factory=list)
     used_elsewhere: set[str] = field(default_factory=set)
     norm_inputs: dict[str, torch.Size] = field(default_factory=dict)

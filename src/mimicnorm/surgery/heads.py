@@ -108,7 +108,7 @@ def find(graph: Graph) -> Heads:
     reasons = [*mixed, *_shapes(graph, made), *_widths(list(heads.values()))]
     ends = (walk_back(output, _TO_HEAD).norm for output in graph.outputs)
     last_norms = [name for name in ends if name is not None]
-    return Heads(list(heads.values()), problems, reasons[0] if reasons else None, last_norms)
+    return Heads(list(heads.values()), list(dict.fromkeys(problems)), reasons[0] if reasons else None, last_norms)
 
 
 def _widths(heads: list[Head]) -> list[str]:

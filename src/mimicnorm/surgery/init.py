@@ -120,14 +120,14 @@ def _calibrate(model: nn.Module, steps: Plan, example: Any) -> None:
 
 
 class _Calibration:
-    """One pass that scales each layer's weight at its first use, on copies of the weights; then the weights themselves.
+    """One pass that scales each layer's weight when first used, on copies of the weights; then the weights themselves.
 
     Attributes:
-        pending: The modules that are scaled at their first use, with a name for messages.
+        pending: The modules that are scaled at their first use with a signal, with a name for messages.
         aims: The variance that a module's output is to have, if not 1.
         makers: The layers that took the scalar of a branch that ends in a shift, by that shift.
         done: What was scaled: a module, its attribute, the factor.
-        dead: Modules whose output did not vary over the example.
+        dead: Those of them that ran, and whose output did not vary over the example.
     """
 
     def __init__(self, model: nn.Module, steps: Plan):
@@ -152,7 +152,7 @@ class _Calibration:
                 self.aims |= {m: n.scale**2 * n.v} if n.scale is not None else {}
         self.scaled: set[int] = set()
         self.done: list[tuple[nn.Module, str, float]] = []
-        self.dead: list[nn.Module] = []
+        self.dead: set[nn.Module] = set()
 
     def run_on(self, example: Any) -> _Calibration:
         """Run the pass in training mode, so that auxiliary heads run, but without dropout."""
@@ -237,9 +237,12 @@ class _Calibration:
                 f"cannot calibrate {name}: the variance of its output {shapes} is {variance}. "
                 "Give an example whose values are finite (real data is best)."
             )
-        if variance == 0:
-            self.dead.append(module)
+        if variance == 0:  # the state of a recurrent network begins at zero: its next use may have a signal
+            self.pending[module] = name
+            self.scaled.discard(id(target))
+            self.dead.add(module)
             return None
+        self.dead.discard(module)
         factor = variance**-0.5
         target.mul_(factor)
         self.done.append((module, attribute, factor))

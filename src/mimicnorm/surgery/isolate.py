@@ -71,6 +71,9 @@ def run(
         state.exchange(copied)
         if training is not None:
             model.train(training)
+        for m in model.modules() if fake else ():
+            if isinstance(m, _BatchNorm) and m.momentum is None:
+                m.momentum = 0.0  # an average over all batches divides by their number, which fake tensors do not tell
         if seed is not None:
             _seed(seed)
         inputs = pytree.tree_map_only(Tensor, copied, inputs)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,8 +29,10 @@ from mimicnorm.surgery.recorder import Recorder
 # Operations that keep the shape, or choose from it, along a dimension that is an argument.
 _ALONG = {
     "_softmax", "_log_softmax", "cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "sort", "topk", "roll", "flip",
-    "gather", "scatter", "scatter_add", "index_select", "index_add", "index_copy", "_fft_r2c", "_fft_c2c", "_fft_c2r",
+    "gather", "scatter", "scatter_add", "scatter_reduce", "index_select", "index_add", "index_copy", "index_reduce",
+    "_fft_r2c", "_fft_c2c", "_fft_c2r",
 }  # fmt: skip
+_VIEWS = ("view", "_unsafe_view", "_reshape_alias")
 _SAMPLES = 11  # enough that a shuffled batch is not by chance as it was, and the size of no other dimension
 _TOLERANCE = {torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
@@ -80,6 +82,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.recorder, self.prime, self.suspects = recorder, prime, suspects
         self.from_data: dict[int, Tensor] = {}  # memory with what comes from data, and a tensor that keeps it alive
+        self.runs: dict[int, set[int]] = {}  # of a dimension that samples share with others, by size: see ``tears``
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
@@ -91,6 +94,8 @@ class _Watch(TorchDispatchMode):
         factors = [self.factors(t) for t in inputs]
         lost = any(f > 1 or (f == 0 and storage_of(t) in self.from_data) for t, f in zip(inputs, factors, strict=True))
         batched = [self.factors(t) == 1 for t in outputs if t.numel()]
+        if name in _VIEWS and any(batched):
+            lost |= self.tears(inputs[0].shape, outputs[0].shape)
         if any(batched) and (lost or self.along_batch(func, name, args, kwargs, all(batched))):
             self.suspects.setdefault(self.recorder.where, name)
         if lost or any(factors):
@@ -118,7 +123,9 @@ class _Watch(TorchDispatchMode):
             return True
         if name in ("index", "index_put"):
             return any(i is not None and size % self.prime == 0 for i, size in zip(args[1], x.shape, strict=False))
-        if name == "convolution" or "pool" in name:
+        if name == "masked_scatter":
+            return True
+        if name == "convolution" or any(kind in name for kind in ("pool", "upsample", "grid_sampler")):
             return any(size % self.prime == 0 for size in x.shape[2:])
         if name == "renorm":  # by norms over all dimensions but one
             return any(size % self.prime == 0 for d, size in enumerate(x.shape) if d != args[2] % x.dim())
@@ -129,6 +136,26 @@ class _Watch(TorchDispatchMode):
         dims = given.get("dim", given.get("dims", [] if name == "roll" else -1))  # roll: without any, over all
         dims = dims if isinstance(dims, (list, tuple)) else [dims]
         return any(x.shape[d] % self.prime == 0 for d in dims or range(x.dim()))
+
+    def tears(self, before: Sequence[int], after: Sequence[int]) -> bool:
+        """Whether a view puts parts of several samples into one, as ``x.T.view(len(x), -1)`` does.
+
+        A view keeps the order of elements, so as many of a sample follow each other as before. Where samples share a
+        dimension with others, as in (samples * time, channels), it is noted how many of its places in a row are of one
+        sample. Of a dimension that no view made (a concat of batches), that is not known: both usual ways pass.
+        """
+        (size, rest), (new_size, new_rest) = self.place(before), self.place(after)
+        rows = {run * rest for run in self.runs.get(size, {1, size // self.prime})}
+        runs = {row // new_rest for row in rows if row % new_rest == 0}
+        if new_size == self.prime:
+            return 1 not in runs
+        self.runs.setdefault(new_size, set()).update(runs)
+        return not runs
+
+    def place(self, shape: Sequence[int]) -> tuple[int, int]:
+        """The size of the dimension that samples lie along, and how many elements each of its places has."""
+        d = next(d for d, size in enumerate(shape) if size % self.prime == 0)
+        return shape[d], math.prod(shape[d + 1 :])
 
 
 def changes(

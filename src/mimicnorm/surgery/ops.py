@@ -7,6 +7,7 @@ is not listed is ``OPAQUE``: the analysis stops there rather than guess.
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 
 
 class Kind(enum.Enum):
@@ -90,9 +91,20 @@ def canonical(name: str) -> str:
     return name
 
 
-def kind_of(op: str, data_operands: int) -> Kind:
-    """The kind of an operation with so many data-dependent operands."""
+def kind_of(op: str, data_operands: int, first_is_data: bool = True, numbers: Sequence[float] = ()) -> Kind:
+    """The kind of an operation with so many data-dependent operands.
+
+    Args:
+        op: Its canonical name.
+        data_operands: How many.
+        first_is_data: Whether its first operand is one of them. If not, data says what is looked up in a table.
+        numbers: What else it was given.
+    """
     kind = _KINDS.get(op, Kind.OPAQUE)
+    if op == "masked_fill" and list(numbers) == [0]:
+        return Kind.PAD  # positions that are no data, as those behind the end of a shorter sequence
+    if kind is Kind.VIEW and not first_is_data:
+        return Kind.OPAQUE
     if kind in (Kind.SUM, Kind.PRODUCT) and data_operands < 2:
         return Kind.CONSTANT
     return kind

@@ -30,6 +30,7 @@ from mimicnorm.layers import (
     plain_kind,
     scale_weight_,
 )
+from mimicnorm.surgery.recorder import is_batch_norm
 
 _PLAIN_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
@@ -149,6 +150,9 @@ def layer(module: nn.Module, input_shape: torch.Size) -> LayerProbe:
     x = torch.randn((1, *input_shape[1:]), generator=_generator(), device="cpu", dtype=torch.float32)
     try:
         twin = _on_cpu(module).eval()
+        for child in twin.children():
+            if is_batch_norm(child):  # it has a plan of its own: trained or not, this is about the layer
+                child.forward = torch.clone
         with torch.no_grad():
             return _layer(twin, x)
     except Exception:  # a foreign forward that does not run alone is not understood

@@ -27,6 +27,7 @@ from mimicnorm.surgery import code, mixing
 from mimicnorm.surgery.graph import Graph, Node
 from mimicnorm.surgery.isolate import instead_of_forward, snapshot
 from mimicnorm.surgery.operate import operate
+from mimicnorm.surgery.ops import Kind
 from mimicnorm.surgery.plan import Plan, Refusal, Report
 from mimicnorm.surgery.record import repeat
 from mimicnorm.surgery.recorder import stand_in
@@ -139,7 +140,9 @@ def _changed_node(before: Graph, after: Graph, planned: Plan, same_batch: bool =
     taps = [{ids[n] for n in ids if n.tapped} for ids in (first, second)]
     outputs = [[ids[n] for n in graph.outputs] for graph, ids in ((before, first), (after, second))]
     if outputs[0] == outputs[1] and taps[0] == taps[1]:
-        return None
+        if before.constants == after.constants:
+            return None
+        return Node(-1, "a penalty on weights, or another constant", Kind.OPAQUE, (), torch.Size(()), torch.float32)
     changed = [*_only_here(first, before, second), *_only_here(second, after, first)]
     return (*changed, *after.outputs, *before.outputs)[0]
 

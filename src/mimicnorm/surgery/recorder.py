@@ -129,7 +129,7 @@ class Recorder(TorchFunctionMode):
             for t in (*tensors, *outputs):
                 self.aliases.add(t)
             return result
-        kind = kind_of(name, len(inputs))
+        kind = kind_of(name, len(inputs), self.node(operands[0]) is not None, _numbers((args, kwargs)))
         extra: dict[str, Any] = {"arguments": self.arguments((args, kwargs))}
         if linear is not None:
             extra |= {"settings": {"op": linear.op}, **self.layer_call(linear)}
@@ -180,7 +180,7 @@ class Recorder(TorchFunctionMode):
         tensors = [t for t in operands if isinstance(t, Tensor) and self.node(t) is None]
         first = {id(t): next((n for n in self.storages if n in self.sources.get(id(t), ())), "") for t in tensors}
         views = [n if self.storages.get(n := first[id(t)]) == storage_of(t) else None for t in tensors]
-        return (*(float(c) for c in operands if type(c) in (int, float)), *views)
+        return (*_numbers(operands), *views)
 
     def note_sources(self, tensors: list[Tensor], outputs: list[Tensor]) -> None:
         """Note which parameters a constant was computed from."""
@@ -333,7 +333,9 @@ class Recorder(TorchFunctionMode):
             for view in (t, *self.aliases.of(t)):
                 if id(view) in self.known:
                     self.known[id(view)][1].tapped = True
-        self.graph.outputs = [n for t in tensors_in(output) if (n := self.node(t)) is not None]
+        returned = [self.node(t) for t in tensors_in(output)]
+        self.graph.outputs = [n for n in returned if n is not None]
+        self.graph.constants = returned.count(None)
         for node in self.graph.outputs:
             node.is_output = True
         alive = {*self.graph.outputs, *(n for n in self.graph.nodes if n.tapped)}
@@ -382,6 +384,10 @@ def _is_hooked(module: nn.Module) -> bool:
 
 def _module_of(hook: Any) -> str:
     return getattr(hook, "__module__", None) or type(hook).__module__
+
+
+def _numbers(call: Any) -> list[float]:
+    return [float(leaf) for leaf in pytree.tree_leaves(call) if type(leaf) in (int, float)]
 
 
 def _version(t: Tensor) -> int:
