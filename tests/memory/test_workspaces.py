@@ -6,6 +6,7 @@ from profiled_step import profiled_workspace
 
 from mimicnorm.memory.workspaces import workspace_bytes
 
+AVX512 = "AVX512" in torch.backends.cpu.get_cpu_capability()
 FORWARD, BACKWARD = torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default
 # (batch, channels in, out, kernel, pixels), and what differs from a plain dense convolution
 CASES = {
@@ -42,6 +43,8 @@ def _one_thread():
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="without oneDNN")
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_convolution_holds_inside_is_known(case):
+    if case == "three dimensions" and not AVX512:
+        pytest.skip("without AVX-512, oneDNN computes this weight's gradient by another kernel (docs/memory.md)")
     (batch, inputs, outputs, kernel, pixels), other = CASES[case]
     dims, groups, transposed = other.get("dims", 2), other.get("groups", 1), other.get("transposed", False)
     stride, dtype, layout = (other.get(key) for key in ("stride", "dtype", "layout"))

@@ -2,8 +2,9 @@
 
 oneDNN computes on copies in a layout of its own, with the channels in blocks as wide as a register. They are gone when
 the operation returns, so no count of tensors sees them; where one layer's weights are large beside the activations,
-they are the peak. The rules are read off the profiler's events, and the tests compare them. Scratchpads and the buffers
-of each thread are small and left out.
+they are the peak. The rules are read off the profiler's events on processors with AVX-512, and the tests compare them;
+without it, some weight gradients are computed by other kernels (docs/memory.md). Scratchpads and the buffers of each
+thread are small and left out.
 """
 
 from __future__ import annotations
