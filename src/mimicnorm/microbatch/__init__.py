@@ -2,7 +2,10 @@
 
     loss = mimicnorm.microbatch.backward(model, loss_fn, inputs, targets, micro_batch=8)
 
-docs/microbatch.md says how. Start reading in ``exact.py``.
+A converted network has one layer that looks at more than one sample, the LastNorm, and it sees only the logits.
+So the logits of the whole batch come first, without a graph; they give the loss and its gradient at the logits;
+then each micro-batch runs once more, with a graph, and takes its share of that gradient. Start reading in
+``exact.py``.
 """
 
 from mimicnorm.layers.last_norm import AccumulationWarning
