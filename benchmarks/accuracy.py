@@ -3,7 +3,7 @@
     python benchmarks/accuracy.py PART [PART ...] --data-dir FOLDER [--jobs 2]
 
 A narrow ResNet-18 (width 0.25) on CIFAR-100, five epochs, annealed to zero. A tenth of the training set is held out
-and evaluated; only ``test``, ``mnist`` and ``ten`` read the test set. Run the parts in this order:
+and evaluated; only ``test``, ``mnist``, ``ten`` and ``columns`` read the test set. Run the parts in this order:
 
     rates    each method at three learning rates, 20,000 images with 100 and 20 classes
     wider    one more rate where the first or the last of them was best; the best of all is used below
@@ -16,6 +16,7 @@ and evaluated; only ``test``, ``mnist`` and ``ten`` read the test set. Run the p
     mnist    BatchNorm and MimicNorm, three seeds, test set
     tuned    ten of the 20 classes, eight epochs: four rates for each, 10,000 images
     ten      ... at their best rates, 20,000 images, test set, three seeds
+    columns  the rates 0.1 and 0.2 for all; otherwise as in ``test`` and ``ten``
     summary  of the runs that are finished; trains nothing
 
 Runs are cached in ``results/runs``; the summary is ``results/accuracy.json``.
@@ -55,6 +56,23 @@ MIMICNORM = ("logit_scale=true", "min_fan_in=16")
 UNSCALED = ("logit_scale=false", "min_fan_in=16")
 NARROW_LAYERS = {"min_fan_in=16": MIMICNORM, "min_fan_in=50": ("logit_scale=true", "min_fan_in=50")}
 SETTINGS = {"mimicnorm": MIMICNORM, "weight-mean": ("min_fan_in=16",)}
+WAYS = {
+    "BatchNorm": ("batchnorm", ()),
+    "MimicNorm": ("mimicnorm", MIMICNORM),
+    "MimicNorm without a logit scale": ("mimicnorm", UNSCALED),
+    "weight mean": ("weight-mean", SETTINGS["weight-mean"]),
+    "GroupNorm and WS": ("groupnorm-ws", ()),
+}
+COLUMNS: dict[str, dict[str, tuple[float, ...]]] = {
+    "ten": {
+        "BatchNorm": (0.1, 0.2),
+        "MimicNorm": (0.1, 0.2),
+        "MimicNorm without a logit scale": (0.1,),
+        "weight mean": (0.1,),
+        "GroupNorm and WS": (0.2,),
+    },
+    "fine": {"BatchNorm": (0.1, 0.2), "MimicNorm": (0.1, 0.2), "MimicNorm without a logit scale": (0.1,)},
+}
 
 
 def run(labels: str, method: str, lr: float, seed: int = 0, **changes: Any) -> Recipe:
@@ -180,7 +198,21 @@ def ten() -> dict[str, Recipe]:
     }
 
 
-PARTS = {part.__name__: part for part in (rates, wider, scale, first, longer, wide, factors, test, mnist, tuned, ten)}
+def columns() -> dict[str, Recipe]:
+    return {
+        f"{data}, {way}, {lr}, seed {seed}": run(data, method, lr, seed, validation=0.0, settings=settings)
+        for data, cells in COLUMNS.items()
+        for way, rates in cells.items()
+        for method, settings in [WAYS[way]]
+        for lr in rates
+        for seed in SEEDS
+    }
+
+
+PARTS = {
+    part.__name__: part
+    for part in (rates, wider, scale, first, longer, wide, factors, test, mnist, tuned, ten, columns)
+}
 
 
 def summary() -> dict[str, dict[str, Any]]:
