@@ -49,6 +49,19 @@ def accuracy_test() -> str:
     return table(f"{head} | against BatchNorm, points", lines, left=2)
 
 
+def accuracy_columns() -> str:
+    runs = _part("columns")
+    cells = list(dict.fromkeys((data, rate) for data, _, rate, _ in runs))
+    lines = []
+    for way in dict.fromkeys(way for _, way, _, _ in runs):
+        line = [way]
+        for cell in cells:
+            rows = [r for (data, w, rate, _), r in runs.items() if (data, rate) == cell and w == way]
+            line.append(", ".join(_cells(rows)[:3]) if rows else "")
+        lines.append(tuple(line))
+    return table(" | ".join(("method", *(f"{_LABELS[data]}, {rate}" for data, rate in cells))), lines)
+
+
 def _two_ways(part: str, names: dict[str, str]) -> str:
     runs = _part(part)
     lines = []

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mimicnorm.compress.codec import Code, Kind
-from mimicnorm.compress.store import Kept, Store, View
+from mimicnorm.compress.store import Plain, Store, View
 
 RELU = Code(Kind.ABOVE, 8)
 
@@ -72,25 +72,25 @@ def test_an_in_place_operation_makes_another_payload():
 
 def test_what_is_saved_as_it_is_stays_so_for_all():
     store, x = Store(seed=0), torch.rand(32, 32)
-    kept = store.pack(x)
+    plain = store.pack(x)
     store.mark(x, RELU)
-    assert isinstance(kept, Kept)
-    assert store.pack(x) is kept  # a payload beside it would only add to it
-    del kept
+    assert isinstance(plain, Plain)
+    assert store.pack(x) is plain  # a payload beside it would only add to it
+    del plain
     assert isinstance(store.pack(x), View)
 
 
 def test_tensors_too_small_to_gain_are_saved_as_they_are():
     store, x = marked(8)
-    assert isinstance(store.pack(x), Kept)
+    assert isinstance(store.pack(x), Plain)
 
 
 def test_a_kept_tensor_that_was_overwritten_is_an_error():
     x = torch.rand(3)
-    kept = Store(seed=0).pack(x)
+    plain = Store(seed=0).pack(x)
     x.add_(1)
     with pytest.raises(RuntimeError, match="in-place"):
-        kept.tensor()
+        plain.tensor()
 
 
 def test_the_store_holds_no_storage_and_a_dead_one_is_forgotten():

@@ -1,6 +1,6 @@
 """Which activations of a forward pass are encoded, found by their memory.
 
-ReLU and the convolutions behind it save the same tensor, or views of it. Each storage is encoded once; whoever saves it
+ReLU and the convolutions after it save the same tensor, or views of it. Each storage is encoded once; whoever saves it
 gets the same payload, and the storage itself is given up. A tensor that somebody saves as it is stays as it is for all.
 Entries end with their storage or with the forward pass; what is saved belongs to the graph alone.
 """
@@ -24,7 +24,7 @@ Geometry = tuple[torch.Size, tuple[int, ...], int]
 """Size, stride and offset."""
 
 
-class Kept:
+class Plain:
     """A tensor saved as it is, by way of the hooks outside of ours if there are any."""
 
     def __init__(self, tensor: Tensor, outer: Hooks | None):
@@ -72,8 +72,8 @@ class Encoded:
     """
 
     code: Code
-    codes: Kept
-    scales: Kept
+    codes: Plain
+    scales: Plain
     count: int
     dtype: torch.dtype
     geometry: Geometry
@@ -117,7 +117,7 @@ class _Entry:
     storage: weakref.ref
     marks: dict[int, Code] = field(default_factory=dict)  # by version
     encoded: list[Encoded] = field(default_factory=list)
-    kept: weakref.WeakValueDictionary[tuple, Kept] = field(default_factory=weakref.WeakValueDictionary)
+    plain: weakref.WeakValueDictionary[tuple, Plain] = field(default_factory=weakref.WeakValueDictionary)
 
 
 class Store:
@@ -163,30 +163,30 @@ class Store:
         encoded.version = tensor._version
         self._entry(tensor).encoded.append(encoded)
 
-    def pack(self, tensor: Tensor) -> View | Kept:
+    def pack(self, tensor: Tensor) -> View | Plain:
         """Return what the graph is to hold in place of a tensor."""
         if tensor.layout is not torch.strided:
-            return Kept(tensor, self._outer)
+            return Plain(tensor, self._outer)
         if not self.saves_in_role(tensor):
             return self.keep(tensor)
         entry = self._entry(tensor)
         for encoded in entry.encoded:
             if encoded.covers(tensor):
                 return encoded.view(tensor)
-        code = None if entry.kept else entry.marks.get(tensor._version)
+        code = None if entry.plain else entry.marks.get(tensor._version)
         made = None if code is None else self.encode(tensor, code)
         if made is None:
             return self.keep(tensor)
         self.add(tensor, made[0])
         return made[0].view(tensor)
 
-    def keep(self, tensor: Tensor) -> Kept:
+    def keep(self, tensor: Tensor) -> Plain:
         """Save a tensor as it is, once for all who save it."""
         entry, key = self._entry(tensor), (tensor._version, tensor.dtype, *_geometry(tensor))
-        kept = entry.kept.get(key)
-        if kept is None:
-            kept = entry.kept[key] = Kept(tensor, self._outer)
-        return kept
+        plain = entry.plain.get(key)
+        if plain is None:
+            plain = entry.plain[key] = Plain(tensor, self._outer)
+        return plain
 
     def clear(self) -> None:
         """Forget all storages: the forward pass is over."""

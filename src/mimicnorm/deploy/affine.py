@@ -35,7 +35,7 @@ class Affine:
 
 
 def after(layer: nn.Module, affine: Affine) -> None:
-    """Let a layer do to its output channels what an affine behind it does."""
+    """Let a layer do to its output channels what an affine map after it does."""
     weight, bias = _wide(layer.weight), _wide(layer.bias)
     rows, dims = by_output(weight, _transposed_groups(layer))
     outputs = [n for d, n in enumerate(rows.shape) if d not in dims]

@@ -177,7 +177,7 @@ class _Folding:
         """Give a layer the weight and bias that it applies, and its own class again; a head stays a head.
 
         Returns:
-            What it does before and behind the map itself, and cannot take up.
+            What it does before and after the map itself, and cannot take up.
         """
         nothing = Affine(None, None)
         if not isinstance(module, Reweighted):
@@ -206,7 +206,7 @@ class _Folding:
         return first, last
 
     def _wrap(self, name: str, first: Affine, last: Affine) -> None:
-        """Put layers of their own before and behind a layer, which moves one level down."""
+        """Put layers of their own before and after a layer, which moves one level down."""
         if first.is_identity and last.is_identity:
             return
         layer: Any = self.modules[name]

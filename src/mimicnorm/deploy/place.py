@@ -35,21 +35,21 @@ class Place:
 
 def calls_of(graph: Graph, name: str) -> Calls:
     """Input and output of a module that does arithmetic per channel, for each of its calls."""
-    found = []
+    pairs = []
     for out in graph.nodes:
         if name in out.made_by:
             x = out
             while x.where == name:
                 x = x.inputs[0]
-            found.append((x, out))
-    return found
+            pairs.append((x, out))
+    return pairs
 
 
 def find_place(graph: Graph, modules: Modules, calls: Calls, affine: Affine) -> Place | None:
     """Find the layers that can do what a module between them does, such that it becomes an identity; None if none can.
 
     An identity passes its input on. So either nothing else reads that input, or nothing writes into the output: an
-    in-place activation must not overwrite a skip connection. A module that changes the memory format, for views behind
+    in-place activation must not overwrite a skip connection. A module that changes the memory format, for views after
     it, may go where layers alone read its output.
     """
     relaid = any(out.op == "contiguous" for _, out in calls)

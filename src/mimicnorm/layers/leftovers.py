@@ -148,7 +148,7 @@ class Remains(nn.Module):
 def laid_out(y: Tensor) -> Tensor:
     """Return a fresh tensor in the memory format of a BatchNorm's output: channels last, or else contiguous.
 
-    Arithmetic keeps the strides of a permuted tensor, a BatchNorm does not: code behind it may call ``view``. Where the
+    Arithmetic keeps the strides of a permuted tensor, a BatchNorm does not: code after it may call ``view``. Where the
     format is right already, as it nearly always is, nothing is copied.
 
     Example:

@@ -89,7 +89,7 @@ class Method:
         return None
 
     def scales_logits(self, outputs: int, dense: bool) -> str:
-        """Return why a learned scalar multiplies the logits behind a last BN, or an empty string.
+        """Return why a learned scalar multiplies the logits of a last BN, or an empty string.
 
         Args:
             outputs: How many classes there are.

@@ -70,9 +70,9 @@ def _layer(layer: Any, inputs: list[Tensor], grads: Tensor) -> Samples:
     from opacus.grad_sample import GradSampleModule
 
     plain, x = _plain(layer, inputs[0])
-    found = GradSampleModule.GRAD_SAMPLERS[type(plain)](plain, [x], grads)
+    sampled = GradSampleModule.GRAD_SAMPLERS[type(plain)](plain, [x], grads)
     weight, bias, scale = layer.weight.detach(), layer.bias, layer.residual_scale
-    made = found[plain.weight].flatten(2)  # (sample, output, input): gradients of the weight that was applied
+    made = sampled[plain.weight].flatten(2)  # (sample, output, input): gradients of the weight that was applied
     samples = {}
     if layer.centring == "forward":
         made -= made.mean(2, keepdim=True)
@@ -83,7 +83,7 @@ def _layer(layer: Any, inputs: list[Tensor], grads: Tensor) -> Samples:
         made -= made.mean(2, keepdim=True)
     samples[layer.weight] = made.reshape(-1, *weight.shape)
     if bias is not None:
-        samples[bias] = found[plain.bias]
+        samples[bias] = sampled[plain.bias]
         factor = layer.bias_scale()
         if factor is not None:
             samples[scale] += (samples[bias] @ bias.detach().to(made.dtype)).unsqueeze(1)

@@ -26,8 +26,8 @@ def conclusions(data: dict[str, Any]) -> list[str]:
         ['b against a: 53 % less memory saved for backward.']
     """
     first, *others = data["methods"]
-    found = [(m, [part for part in (_accuracy(m, first), _memory(m), _time(m)) if part]) for m in others]
-    return [f"{m['label']} against {first['label']}: {', '.join(parts)}." for m, parts in found if parts]
+    lines = [(m, [part for part in (_accuracy(m, first), _memory(m), _time(m)) if part]) for m in others]
+    return [f"{m['label']} against {first['label']}: {', '.join(parts)}." for m, parts in lines if parts]
 
 
 def about_time(data: dict[str, Any]) -> str:
@@ -56,11 +56,11 @@ def _accuracy(m: dict[str, Any], first: dict[str, Any]) -> str:
 
 
 def _difference(ours: dict[str, Any], theirs: dict[str, Any]) -> str:
-    found = ours["difference"]
-    if found is None:
+    gap = ours["difference"]
+    if gap is None:
         points = 100 * (ours["mean"] - theirs["mean"])
         return f"accuracy undecided ({points:+.1f} points, too few seeds for an interval)"
-    value, low, high = (100 * found[key] for key in ("value", "low", "high"))
+    value, low, high = (100 * gap[key] for key in ("value", "low", "high"))
     numbers = f"{value:+.1f} points [{low:+.1f}, {high:+.1f}]"
     if low > 0 or high < 0:
         return f"{'higher' if value > 0 else 'lower'} accuracy ({numbers})"
