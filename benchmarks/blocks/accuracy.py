@@ -41,12 +41,18 @@ def accuracy_test() -> str:
     lines = []
     for data, method in dict.fromkeys((data, method) for data, method, _ in runs):
         rows = [r for (d, m, _), r in runs.items() if (d, m) == (data, method)]
-        base = [100 * r["top1"] for (d, m, _), r in runs.items() if (d, m) == (data, "batchnorm")]
-        gap = difference([100 * r["top1"] for r in rows], base) if method != "batchnorm" and len(rows) > 1 else None
-        against = "" if gap is None else f"{gap.value:+.1f} [{gap.low:+.1f}, {gap.high:+.1f}]"
-        lines.append((_LABELS[data], named(method), f"{rows[0]['lr']:g}", len(rows), *_cells(rows), against))
+        base = [r for (d, m, _), r in runs.items() if (d, m) == (data, "batchnorm")]
+        against = [_gap(rows, base, key) if method != "batchnorm" else "" for key in ("top1", "calibration_error")]
+        lines.append((_LABELS[data], named(method), f"{rows[0]['lr']:g}", len(rows), *_cells(rows), *against))
     head = "labels | method | learning rate | seeds | accuracy, % | cross entropy | confidence | calibration error"
-    return table(f"{head} | against BatchNorm, points", lines, left=2)
+    return table(f"{head} | accuracy against BatchNorm, points | calibration error against BatchNorm", lines, left=2)
+
+
+def _gap(rows: list[dict], base: list[dict], key: str) -> str:
+    """The difference of two means with its interval; of accuracies in points."""
+    factor, digits = (100, 1) if key == "top1" else (1, 3)
+    gap = difference(*([factor * r[key] for r in some] for some in (rows, base)))
+    return "" if gap is None else f"{gap.value:+.{digits}f} [{gap.low:+.{digits}f}, {gap.high:+.{digits}f}]"
 
 
 def accuracy_columns() -> str:
