@@ -73,7 +73,7 @@ def test_output_of_every_method_as_in_eval_mode(name, method):
 
 @pytest.mark.parametrize("name", SMALL)
 @pytest.mark.parametrize("method", [mn.MimicNorm(min_fan_in=3), mn.NoNorm()], ids=lambda m: m.name)
-def test_kept_networks(name, method):
+def test_trained_networks(name, method):
     make, shape = SMALL[name]
     model = make()
     for m in model.modules():
@@ -249,7 +249,7 @@ def test_parametrized_layers_that_keep_left_alone_are_baked_in(way, method):
     for _ in range(20):
         net(torch.randn(8, 6, 8, 8))
     converted = mn.convert(net, method, example=(2, 6, 8, 8), init="keep").eval()
-    assert isinstance(converted[1], mn.layers.KeptNorm)
+    assert isinstance(converted[1], mn.layers.TrainedAffine)
     folded = folds_to_the_same(converted, torch.randn(2, 6, 8, 8))
     assert (type(folded[0]), type(folded[1])) == (nn.Conv2d, nn.Identity)
     assert torch.equal(folded[0]._buffers["steps"], 2 * torch.arange(3))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import mimicnorm as mn
 from mimicnorm.errors import InitError, MimicNormError, RefusedError
-from mimicnorm.layers import Kept, KeptNorm, LastNorm
+from mimicnorm.layers import LastNorm, TrainedAffine, TrainedLayer
 from mimicnorm.surgery.keeping import looks_fresh
 from mimicnorm.surgery.recorder import is_batch_norm
 
@@ -181,7 +181,7 @@ def test_moved_parameters_are_listed_under_every_name():
 
 def test_row_means_stay_under_sgd():
     kept, x = mn.convert(build("resnet"), mn.MimicNorm(), example=IMAGES, init="keep"), images()
-    layers = [m for m in kept.modules() if isinstance(m, Kept) and m.centring == "backward"]
+    layers = [m for m in kept.modules() if isinstance(m, TrainedLayer) and m.centring == "backward"]
     means = [m.weight.detach().mean((1, 2, 3)) for m in layers]
     before = [m.weight.detach().clone() for m in layers]
     optimizer = torch.optim.SGD(kept.parameters(), lr=1e-3, momentum=0.9, nesterov=True)
@@ -237,7 +237,7 @@ def test_a_layer_that_cannot_take_it_up_leaves_an_affine_map():
     model = build("plain")
     nn.utils.parametrizations.weight_norm(model[4])
     kept = mn.convert(model, mn.MimicNorm(), example=IMAGES, init="keep").eval()
-    assert isinstance(kept[5], KeptNorm)
+    assert isinstance(kept[5], TrainedAffine)
     torch.testing.assert_close(kept(images()), model(images()))
 
 
@@ -260,7 +260,7 @@ class Bare(nn.Module):
 def test_no_layer_that_could_be_changed(way, method):
     model, x = trained(Bare(way)), torch.randn(4, 6, dtype=torch.float64)
     kept = mn.convert(model, method, example=(4, 6), init="keep").train()
-    assert isinstance(kept.norm, KeptNorm)
+    assert isinstance(kept.norm, TrainedAffine)
     torch.testing.assert_close(kept(x), model(x), rtol=1e-10, atol=1e-10)
     with pytest.raises(RefusedError, match="norm: MimicNorm changes"):
         mn.convert(Bare(way), mn.MimicNorm(), example=(4, 6))

@@ -12,7 +12,7 @@ import tiny
 import torch
 
 from mimicnorm.errors import RecipeError
-from mimicnorm.layers import Kept
+from mimicnorm.layers import TrainedLayer
 from mimicnorm.training import network
 from mimicnorm.training.trained import load_trained
 
@@ -36,7 +36,7 @@ def test_the_network_starts_as_the_trained_one(weights, method):
     started = network(tiny.recipe(**fine_tuning(weights, method=method)), tiny.SOURCES[0]).eval()
     images = torch.randn(4, 3, 6, 6)
     torch.testing.assert_close(started(images), original(images), rtol=1e-4, atol=1e-5)
-    assert isinstance(started[0], Kept) == (method != "batchnorm")
+    assert isinstance(started[0], TrainedLayer) == (method != "batchnorm")
 
 
 @pytest.mark.parametrize("change", ["other classes", "no head"])

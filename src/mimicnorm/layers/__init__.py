@@ -1,7 +1,6 @@
 """The operations of the methods: a layer's weight made anew, what stands in a BatchNorm's place, the last BN."""
 
 from mimicnorm.layers.derive import Derived
-from mimicnorm.layers.kept import Kept, KeptNorm, OriginalKeys, TrainedNorm, keep_, recoverable
 from mimicnorm.layers.last_norm import LastNorm, LastNormed, last_norm_
 from mimicnorm.layers.leftovers import FixupScalars, GroupNorm, Remains, Scale, Shift, group_count, laid_out
 from mimicnorm.layers.linear import LINEAR_CALLS, WEIGHT_LAYERS, Convolution, fan_in, has_own_forward, plain_kind
@@ -16,6 +15,7 @@ from mimicnorm.layers.reweight import (
     standardise_,
     standardised_class,
 )
+from mimicnorm.layers.trained import OriginalKeys, TrainedAffine, TrainedLayer, TrainedNorm, keep_, recoverable
 from mimicnorm.layers.weight import autocast_dtype, centre
 from mimicnorm.layers.weight_mean import (
     OFF_CENTRE,

@@ -15,12 +15,12 @@ from mimicnorm.errors import CheckError, InitError, MimicNormError
 from mimicnorm.layers import (
     OFF_CENTRE,
     FixupLayer,
-    Kept,
     LastNorm,
     LastNormed,
     OriginalKeys,
     ScaledWeight,
     Standardised,
+    TrainedLayer,
     WeightMean,
 )
 from mimicnorm.methods import Method
@@ -33,7 +33,7 @@ from mimicnorm.surgery.planning import plan
 from mimicnorm.surgery.preconditions import Where
 from mimicnorm.surgery.recorder import is_batch_norm
 
-_CHANGED = {"centre": WeightMean, "standardise": Standardised, "bias": FixupLayer, "trained": Kept}
+_CHANGED = {"centre": WeightMean, "standardise": Standardised, "bias": FixupLayer, "trained": TrainedLayer}
 
 
 def convert_(

@@ -1,7 +1,7 @@
 """Carry out edits: layers change their class, BatchNorms become what replaces them, heads get their last BN.
 
 Modules keep their identity: a layer changes its class to one derived from the class it had; a BatchNorm *becomes* an
-``Identity``, a ``Shift``, a ``Scale``, a ``GroupNorm``, a ``KeptNorm`` or a ``Remains``.
+``Identity``, a ``Shift``, a ``Scale``, a ``GroupNorm``, a ``TrainedAffine`` or a ``Remains``.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from torch.nn import Parameter
 from mimicnorm.layers import (
     FixupScalars,
     GroupNorm,
-    KeptNorm,
     LastNorm,
     Remains,
     Scale,
     Shift,
     Standardisation,
+    TrainedAffine,
     TrainedNorm,
     centre_,
     fixup_,
@@ -129,8 +129,8 @@ class _Surgeon:
         self._replace(norm, edit, grouped)
 
     def affine(self, norm: nn.Module, edit: NormEdit) -> None:
-        kept = KeptNorm(self._trained_norm(edit.name, _replacement(edit)), edit.channel_dim, edit.before_relu)
-        self._replace(norm, edit, kept)
+        affine = TrainedAffine(self._trained_norm(edit.name, _replacement(edit)), edit.channel_dim, edit.before_relu)
+        self._replace(norm, edit, affine)
 
     def _trained_norm(self, name: str, to: str) -> TrainedNorm:
         """Return what a trained BatchNorm computes, and list that its tensors move to the module ``to``."""

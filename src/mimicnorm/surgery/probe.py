@@ -19,9 +19,9 @@ from torch.nn import Parameter
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mimicnorm.layers import (
-    KeptNorm,
     Remains,
     Shift,
+    TrainedAffine,
     TrainedNorm,
     centre,
     centre_,
@@ -111,10 +111,10 @@ def evaluates_as_affine(module: nn.Module, shape: torch.Size | None, probed: Nor
     norm = TrainedNorm(gamma, beta, twin.running_mean, twin.running_var, float(getattr(twin, "eps", 1e-5)))
     small = (2, width, 3, 3) if shape is None else (2, *(n if n == width else min(n, 4) for n in shape[1:]))
     x = torch.randn(small, generator=_generator(), device="cpu", dtype=torch.float32)
-    kept = Remains(KeptNorm(norm, probed.channel_dim), {n: getattr(twin, n) for n in probed.children}).eval()
+    affine = Remains(TrainedAffine(norm, probed.channel_dim), {n: getattr(twin, n) for n in probed.children}).eval()
     try:
         with torch.no_grad():
-            return _same(kept(x.clone()), twin(x))
+            return _same(affine(x.clone()), twin(x))
     except Exception:  # whatever a foreign module raises on plain data, it is not understood
         return False
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mimicnorm.layers import Derived, FixupScalars, GroupNorm, KeptNorm, LastNorm, Remains, Scale, Shift
+from mimicnorm.layers import Derived, FixupScalars, GroupNorm, LastNorm, Remains, Scale, Shift, TrainedAffine
 from mimicnorm.surgery import code, mixing
 from mimicnorm.surgery.graph import Graph, Node
 from mimicnorm.surgery.isolate import instead_of_forward, snapshot
@@ -118,7 +118,11 @@ def _as_before(module: nn.Module, forward: Callable) -> Callable:
     if isinstance(module, Remains):
         others = [child for name, child in module.named_children() if name != "instead"]
         return lambda x: nn.Sequential(*others)(normalise(x))
-    return normalise if isinstance(module, (nn.Identity, Shift, Scale, FixupScalars, GroupNorm, KeptNorm)) else forward
+    return (
+        normalise
+        if isinstance(module, (nn.Identity, Shift, Scale, FixupScalars, GroupNorm, TrainedAffine))
+        else forward
+    )
 
 
 def _same_twice(model: nn.Module, planned: Plan, graph: Graph, example: Any) -> bool:

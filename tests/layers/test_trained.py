@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from weight_layers import LAYERS, saved_bytes
 
-from mimicnorm.layers import Kept, KeptNorm, TrainedNorm, centre, keep_, recoverable
+from mimicnorm.layers import TrainedAffine, TrainedLayer, TrainedNorm, centre, keep_, recoverable
 from mimicnorm.memory import measure
 
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same'")
@@ -114,7 +114,7 @@ def test_copies_and_pickles(affine):
     kept = keep_(layer, norm if affine else norm._replace(gamma=None, beta=None), "backward")
     x = torch.randn(2, 3, 5, 5)
     for twin in (copy.deepcopy(kept), pickle.loads(pickle.dumps(kept))):
-        assert isinstance(twin, Kept)
+        assert isinstance(twin, TrainedLayer)
         assert isinstance(twin, nn.Conv2d)
         assert torch.equal(twin(x), kept(x))
     assert ("gamma" in kept.state_dict()) is affine
@@ -153,7 +153,7 @@ def test_on_its_own(shape, train_gamma, before_relu):
     norm = trained_norm(4)
     norm.gamma.requires_grad_(train_gamma)
     x = torch.randn(shape, dtype=torch.float64, requires_grad=True)
-    kept = KeptNorm(norm, dim, before_relu)
+    kept = TrainedAffine(norm, dim, before_relu)
     expected, y = F.relu(batch_norm(x, norm, dim)), relu_in_place(kept(x))
     scale, shift = kept.as_affine()
     torch.testing.assert_close((x.movedim(dim, -1) * scale + shift).movedim(-1, dim).relu(), expected)
@@ -169,7 +169,7 @@ def test_saved_bytes_on_its_own():
     def saved(before_relu: bool, trains: bool) -> int:
         norm = trained_norm(8, torch.float32)
         norm.gamma.requires_grad_(trains)
-        net = nn.Sequential(nn.Conv2d(8, 8, 1), KeptNorm(norm, 1, before_relu), nn.ReLU(inplace=True))
+        net = nn.Sequential(nn.Conv2d(8, 8, 1), TrainedAffine(norm, 1, before_relu), nn.ReLU(inplace=True))
         return measure(net, x, loss=lambda y: y.sum()).saved_bytes
 
     activation = x.numel() * 4
@@ -182,7 +182,7 @@ def test_gammas_too_small_to_divide_by_are_not():
     norm = trained_norm(3, torch.float32)
     with torch.no_grad():
         norm.gamma[1], norm.beta[1] = 1e-6, 1.0
-    kept = KeptNorm(norm, before_relu=True)
+    kept = TrainedAffine(norm, before_relu=True)
     assert not kept.saves_output
     assert not recoverable(norm.gamma, norm.beta)
     state = kept.state_dict() | {"gamma": torch.ones(3)}
@@ -194,7 +194,7 @@ def test_gammas_too_small_to_divide_by_are_not():
 
 def test_a_gamma_that_reaches_zero_gets_a_finite_gradient():
     norm = trained_norm(2)
-    kept = KeptNorm(norm, before_relu=True)
+    kept = TrainedAffine(norm, before_relu=True)
     norm.gamma.data.zero_()
     relu_in_place(kept(torch.randn(3, 2, dtype=torch.float64))).sum().backward()
     assert norm.gamma.grad.isfinite().all()
@@ -202,16 +202,18 @@ def test_a_gamma_that_reaches_zero_gets_a_finite_gradient():
 
 def test_another_activation_in_place_is_noticed():
     x = torch.randn(8, 3, dtype=torch.float64)
-    y = F.silu(KeptNorm(trained_norm(3), before_relu=True)(x), inplace=True)
+    y = F.silu(TrainedAffine(trained_norm(3), before_relu=True)(x), inplace=True)
     with pytest.raises(RuntimeError, match="something else than a ReLU"):
         y.sum().backward()
-    F.silu(KeptNorm(trained_norm(3), before_relu=True)(x)).sum().backward()  # out of place: the output is as it was
+    F.silu(
+        TrainedAffine(trained_norm(3), before_relu=True)(x)
+    ).sum().backward()  # out of place: the output is as it was
 
 
 def test_second_derivatives_on_its_own():
     x = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
     for before_relu in (False, True):
-        y = KeptNorm(trained_norm(2), before_relu=before_relu)(x)
+        y = TrainedAffine(trained_norm(2), before_relu=before_relu)(x)
         if before_relu:
             with pytest.raises(RuntimeError, match="saves_output = False"):
                 torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)

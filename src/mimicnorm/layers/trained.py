@@ -61,7 +61,7 @@ class _HoldsNorm:
 # -- taken up by a layer -----------------------------------------------------------------------------------------
 
 
-class Kept(_HoldsNorm, GradientCentred):
+class TrainedLayer(_HoldsNorm, GradientCentred):
     """A trained layer and, if it took one up, the BatchNorm after it: ``gamma (W x + b - mean) / sigma + beta``.
 
     Row means of W stay where training left them.
@@ -138,16 +138,16 @@ def keep_(layer: nn.Module, norm: TrainedNorm | None, centring: Centring = None)
         >>> torch.allclose(keep_(layer, parts)(x), before, atol=1e-6)
         True
     """
-    kept: Any = derive_(layer, Kept)
-    kept._hold(norm)
-    kept.centring = centring
+    trained: Any = derive_(layer, TrainedLayer)
+    trained._hold(norm)
+    trained.centring = centring
     return layer
 
 
 # -- on its own --------------------------------------------------------------------------------------------------
 
 
-class KeptNorm(_HoldsNorm, nn.Module):
+class TrainedAffine(_HoldsNorm, nn.Module):
     """A trained BatchNorm that no layer takes up: ``gamma (x - mean) / sigma + beta`` per channel.
 
     The gradient of gamma needs the normalised input. Freeze gamma (``requires_grad_(False)``), and nothing is saved.
@@ -229,14 +229,14 @@ class _ApplyAffine(torch.autograd.Function):
         needs_x, _, _, needs_gamma, needs_beta, *_ = ctx.needs_input_grad
         if ctx.saves_output and torch.is_grad_enabled():
             raise RuntimeError(
-                "second derivatives need the input of a kept BatchNorm, which is not saved: set saves_output = False "
-                "on each mimicnorm.layers.KeptNorm"
+                "second derivatives need the input of a trained BatchNorm, which is not saved: set saves_output = "
+                "False on each mimicnorm.layers.TrainedAffine"
             )
         if ctx.saves_output and not ctx.module.relu_seen and type(saved) is Tensor:  # once: it makes a GPU wait
             if ctx.alias._version > 0 and bool((saved < 0).any()):
                 raise RuntimeError(
-                    "something else than a ReLU wrote into the output of a kept BatchNorm, from which the gradient of "
-                    "gamma is taken: set saves_output = False on that mimicnorm.layers.KeptNorm"
+                    "something else than a ReLU wrote into the output of a trained BatchNorm, from which the gradient "
+                    "of gamma is taken: set saves_output = False on that mimicnorm.layers.TrainedAffine"
                 )
             ctx.module.relu_seen = True
         shape = [1, -1] + [1] * (grad.dim() - 2)
