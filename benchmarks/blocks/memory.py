@@ -22,7 +22,7 @@ def peak() -> str:
     text = prose(
         f"ResNet-50 at 224 px with SGD and momentum, batch 256, and the largest batch that fits 16 GiB "
         f"({data['largest_batch_ratio']:.2f} times BatchNorm's). One prediction took "
-        f"{data['cpu_seconds_of_one_prediction']:.1f} s of CPU time, and the process held "
+        f"{data['cpu_seconds_of_one_prediction']:.1f} s of CPU time, and the process used "
         f"{data['resident_mib_of_the_process_after_it']:.0f} MiB."
     )
     head = "method | saved MiB per image | peak GiB at batch 256 | peak / BatchNorm | largest batch in 16 GiB"

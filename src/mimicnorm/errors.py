@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 
 class MimicNormError(ValueError):
-    """Base of every error that a user can cause and mend."""
+    """Base of every error that a user can cause and fix."""
 
 
 class ExampleError(MimicNormError):

@@ -165,7 +165,7 @@ def compare(net: nn.Module, loss_of: Callable[[nn.Module], Callable], **how: obj
 def test_in_one_pass_the_user_says_that_it_is_a_mean():
     compare(network(last_norm=False), lambda net: plus(lambda: net.aux), loss_in_pieces=True)
     net = network(lambda net, y: vars(net).update(aux=y.mean(0).square().sum()), last_norm=False)  # no mean
-    assert any("cannot be told" in note for note in refused(net, plus(lambda: net.aux), "model.aux"))
+    assert any("cannot be decided" in note for note in refused(net, plus(lambda: net.aux), "model.aux"))
 
 
 class TwoKeep(AveragedHeads):

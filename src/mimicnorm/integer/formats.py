@@ -18,7 +18,7 @@ CODE = 127
 CHUNK = 2**18
 """Elements worked on at once: a few int32 copies of them fit a core's cache."""
 FRACTION = 12
-"""Bits behind the point while blocks of different exponents are summed."""
+"""Fraction bits while blocks of different exponents are summed."""
 
 
 class Block(NamedTuple):

@@ -22,7 +22,7 @@ GRAD = 24
 _TABLE_BITS = 10
 _POWERS = [round(2**30 * 2 ** (-i / 2**_TABLE_BITS)) for i in range(2**_TABLE_BITS)]  # 2^-x for x in [0, 1), Q30
 _LOG2_E = round(math.log2(math.e) * 2**Q)
-_LOGITS, _MORE = 20, 4  # bits of a logit, and bits behind them for mean and deviation
+_LOGITS, _MORE = 20, 4  # bits of a logit, and fraction bits for mean and deviation
 _MEAN, _VAR = -16, -24  # the exponents of running statistics
 _VAR_BITS = 50  # beyond them the running variance is counted in a larger unit
 _WIDE, _STATISTICS = 44, 57  # bits at which logits and running statistics saturate
@@ -34,7 +34,7 @@ class Head:
     Args:
         norm: The last BN, if there is one; its momentum is one over a whole number.
         scale: Its logit scale, if it has one.
-        relu: Whether a ReLU stands behind it (some SqueezeNets).
+        relu: Whether a ReLU follows it (some SqueezeNets).
         pooled: Whether the mean over positions is taken; else there must be one position.
         name: Of the layer that makes the logits.
     """

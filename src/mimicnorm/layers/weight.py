@@ -236,7 +236,7 @@ def _made_backward(
         room = None if scratch is None else by_output(scratch, groups)[0]
         grad_scale = _inner(rows, by_output(widened(weight), groups)[0], dims, scale, room)
         rows.mul_(_along(scale, rows, dims))
-    if centring == "backward":  # after the scale's: W has kept its means
+    if centring == "backward":  # after the scale's: W still has its means
         _centre_(rows, dims)
     return rows.reshape(weight.shape).to(weight.dtype), grad_scale
 

@@ -58,7 +58,7 @@ def measure(
     """Predict the memory of one training step without running it.
 
     The step is that of the usual loop once the optimizer has its state: gradients set to none, forward, loss,
-    backward, ``optimizer.step()``; the input and the output are held to the end. While it runs, the model holds fake
+    backward, ``optimizer.step()``; the input and the output are freed at its end. While it runs, the model has fake
     tensors, which have sizes and lifetimes but no memory; afterwards the model and the random number generators are
     as they were. Active ``torch.autocast`` contexts, activation checkpointing and compiled modules count as they
     stand. docs/memory.md lists what is not counted.

@@ -113,8 +113,8 @@ def _refuse_reuse(tensors: list[tuple[int, Tensor, int]], at_once: bool) -> None
         shared = not at_once and t.numel() > 0 and owners.setdefault(t.data_ptr(), number) != number
         if shared or writes(t) != version:
             raise MicroBatchError(
-                "the loader uses the memory of one micro-batch again for another: all micro-batches are kept until "
-                "the end, so yield copies (.clone())"
+                "the loader uses the memory of one micro-batch again for another: all micro-batches are stored "
+                "until the end, so yield copies (.clone())"
             )
 
 

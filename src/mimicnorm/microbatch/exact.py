@@ -78,7 +78,7 @@ def backward(
         denominator: ``loss_fn`` returns a sum, to be divided by this: a number, or a function of the targets (class
             weights: ``lambda t: weight[t].sum()``). Over several ranks, the parts of all are added.
         loss_in_pieces: True lets ``loss_fn`` see one micro-batch at a time; what is not a mean (or a sum) is refused
-            then, and where that cannot be told, your word counts. False lets it see the whole batch in two passes. By
+            then; where that cannot be decided, it is taken for one. False lets it see the whole batch in two passes. By
             default, it sees one micro-batch at a time where one pass is enough and exact, else the whole batch.
         return_outputs: Return the model's output for the whole batch, too.
 
@@ -152,8 +152,8 @@ def _divisor(denominator: Denominator, pieces: list[MicroBatch], targets: Any, d
 @contextlib.contextmanager
 def _together(run: Run, amounts: int = 0, adds: bool = False) -> Iterator[list[float]]:
     """Raise on all ranks what fails inside, and tell of gradients that may have been added there or before."""
-    told = f"Gradients of this batch may have been added here{_CLEAR}" if adds or run.has_added else ranks.UNTOUCHED
-    with ranks.all_or_none(run.device, told, amounts) as total:
+    state = f"Gradients of this batch may have been added here{_CLEAR}" if adds or run.has_added else ranks.UNTOUCHED
+    with ranks.all_or_none(run.device, state, amounts) as total:
         try:
             yield total
         except Exception as error:

@@ -116,10 +116,10 @@ class LossScope:
         except HiddenStateError:
             raise
         except Exception as error:
-            cannot_tell = f"it cannot be told whether it is a {self.kind} over samples"
+            undecided = f"it cannot be decided whether it is a {self.kind} over samples"
             if is_first and not self.confined:
                 raise WholeBatchNeededError(
-                    f"{cannot_tell} (if it is, say so with loss_in_pieces=True): {error}"
+                    f"{undecided} (if it is, say so with loss_in_pieces=True): {error}"
                 ) from error
             if not isinstance(error, (CannotTellError, LeftBehindError)):
                 raise
@@ -129,7 +129,7 @@ class LossScope:
             if self.asked:
                 return
             raise MicroBatchError(
-                f"over {self.confined} loss_fn must be a {self.kind} over samples, and {cannot_tell}: {error}. "
+                f"over {self.confined} loss_fn must be a {self.kind} over samples, and {undecided}: {error}. "
                 "If it is, say so with loss_in_pieces=True"
             ) from error
         if why and not self.confined:

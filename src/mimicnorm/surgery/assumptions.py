@@ -13,8 +13,8 @@ from mimicnorm.surgery.ops import Kind
 from mimicnorm.surgery.taps import Taps, taps
 
 _DRIFT_LIMIT = 1.01  # per layer: 1.6 over 50 layers
-_BEND_LIMIT = 0.1  # relative error of the variance behind an activation that is not homogeneous, to first order
-_TAPS_LIMIT = 2.0  # factor on the variance of one layer, up or down: 3x3 on 2x2 behind a ReLU leaves 0.56
+_BEND_LIMIT = 0.1  # relative error of the variance after an activation that is not homogeneous, to first order
+_TAPS_LIMIT = 2.0  # factor on the variance of one layer, up or down: 3x3 on 2x2 after a ReLU leaves 0.56
 _COPIES_ELSEWHERE = ("fold", "unfold", "masked_select")  # views that add up, pad or choose by value
 
 

@@ -28,7 +28,7 @@ class Product:
 
     Attributes:
         node: Its call.
-        makers: The BatchNorms, or the layers behind them, that make the operands.
+        makers: The BatchNorms, or the layers before them, that make the operands.
     """
 
     node: Node

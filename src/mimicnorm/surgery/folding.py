@@ -151,7 +151,7 @@ class Folder:
         return None
 
     def _takes_norm(self, name: str, layer: str, call: Node) -> bool:
-        """Tell whether a layer can take up the trained BatchNorm directly behind it."""
+        """Tell whether a layer can take up the trained BatchNorm directly after it."""
         edit = self.edit_of(layer)
         mean = getattr(self.modules[name], "running_mean", None)
         module = self.modules[layer]
@@ -222,7 +222,7 @@ def _is_linear(node: Node) -> bool:
         return sum(n.shape.numel() for n in node.inputs) >= node.shape.numel()
     if node.kind is Kind.DROPOUT:
         return "alpha" not in node.op  # it puts in other numbers than zero
-    # An overwrite with one operand writes a constant; behind a detach a scalar would not train.
+    # An overwrite with one operand writes a constant; after a detach a scalar would not train.
     return node.op in _LINEAR_POOLS or (node.kind is Kind.VIEW and node.op not in ("overwrite", "detach"))
 
 

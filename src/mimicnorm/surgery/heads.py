@@ -49,7 +49,7 @@ class Heads:
     """What stands at the end of a network.
 
     Attributes:
-        heads: The modules behind the model's outputs.
+        heads: The modules that make the model's outputs.
         problems: For each output without an evident head, why.
         not_classes: Why the outputs of these heads cannot all be class scores; None if they can.
         last_norms: BatchNorms on the outputs themselves.

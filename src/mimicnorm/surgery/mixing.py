@@ -177,8 +177,8 @@ def changes(
             signal of a network that has other weights may be lost among its biases.
 
     Returns:
-        Relative to the output's size, and 0 within rounding. NaN where it cannot be told: no real tensors, values that
-        are not finite, no output with a batch dimension, inputs that differ already, randomness without a seed.
+        Relative to the output's size, and 0 within rounding. NaN where it cannot be decided: no real tensors, values
+        that are not finite, no output with a batch dimension, inputs that differ already, randomness without a seed.
 
     Example:
         >>> changes(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (2, 4), ["1"])
