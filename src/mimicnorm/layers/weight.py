@@ -91,6 +91,11 @@ def widened(weight: Tensor) -> Tensor:
     return weight.float() if weight.dtype in _NARROW else weight
 
 
+def _cast(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """Convert, unless it is of that type: ``to`` takes a microsecond to find that out, several times a layer."""
+    return t if t.dtype == dtype else t.to(dtype)
+
+
 def _sums(weight: Tensor, groups: int | None) -> Tensor:
     """Sum each output channel's weights.
 
@@ -204,7 +209,7 @@ class _ApplyMap(torch.autograd.Function):
         elif needs_x:
             made = _made(weight, scale, op.weight_groups, sums)
         mask = (needs_x, needs_weight or needs_scale, needs_bias)
-        grad_x, grad_made, grad_bias = op.backward(grad, x, ctx.x_shape, made.to(grad.dtype), mask)
+        grad_x, grad_made, grad_bias = op.backward(grad, x, ctx.x_shape, _cast(made, grad.dtype), mask)
         grad_weight = grad_scale = None
         if grad_made is not None and twice:
             wanted = [t for t, needed in ((weight, needs_weight), (scale, needs_scale)) if needed]
@@ -214,7 +219,7 @@ class _ApplyMap(torch.autograd.Function):
             scratch = None if made is weight or made.dtype != widened(weight).dtype else made
             grad_weight, grad_scale = _made_backward(grad_made, weight, scale, op.weight_groups, ctx.centring, scratch)
         if grad_bias is not None:
-            grad_bias = grad_bias.to(ctx.bias_dtype)
+            grad_bias = _cast(grad_bias, ctx.bias_dtype)
         grad_weight = grad_weight if needs_weight else None
         return grad_x, grad_weight, grad_bias, grad_scale if needs_scale else None, None, None
 
@@ -228,7 +233,7 @@ def _made_backward(
     scratch: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the gradients of weight and scale from that of the made weight, which is overwritten, as is scratch."""
-    rows, dims = by_output(grad.to(widened(weight).dtype), groups)
+    rows, dims = by_output(_cast(grad, widened(weight).dtype), groups)
     if centring == "forward":
         _centre_(rows, dims)
     grad_scale = None
@@ -238,7 +243,7 @@ def _made_backward(
         rows.mul_(_along(scale, rows, dims))
     if centring == "backward":  # after the scale's: W still has its means
         _centre_(rows, dims)
-    return rows.reshape(weight.shape).to(weight.dtype), grad_scale
+    return _cast(rows if groups is None else rows.flatten(0, 1), weight.dtype), grad_scale
 
 
 def _centre_(rows: Tensor, dims: tuple[int, ...]) -> None:
@@ -250,21 +255,20 @@ def _inner(grad: Tensor, weight: Tensor, dims: tuple[int, ...], scale: Tensor, s
     """The scale's gradient, one number or one per output channel."""
     if scale.numel() > 1:
         inner = torch.mul(grad, weight, out=scratch).sum(dims)  # large new tensors cost time on a CPU
+    elif grad.stride() == weight.stride() and _is_dense(grad):  # as they lie: to flatten channels-last kernels copies
+        inner = torch.dot(*(t.as_strided((t.numel(),), (1,)) for t in (grad, weight)))
     else:
-        if grad.stride() == weight.stride():  # in the order of memory: to flatten channels-last kernels copies them
-            grad, weight = _in_memory_order(grad), _in_memory_order(weight)
         inner = torch.dot(grad.reshape(-1), weight.reshape(-1))
-    return inner.reshape(scale.shape).to(scale.dtype)
+    return _cast(inner.reshape(scale.shape), scale.dtype)
 
 
-def _in_memory_order(weight: Tensor) -> Tensor:
-    channels_last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
-    return weight.permute(0, 2, 3, 1) if channels_last else weight
+def _is_dense(weight: Tensor) -> bool:
+    return weight.is_contiguous() or (weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last))
 
 
 def _call(x: Tensor, weight: Tensor, bias: Tensor | None, op: Op) -> Tensor:
     """Apply the map with weight and bias in the input's type."""
-    return op(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
+    return op(x, _cast(weight, x.dtype), None if bias is None else _cast(bias, x.dtype))
 
 
 def _cast_input(x: Tensor, weight: Tensor) -> Tensor:

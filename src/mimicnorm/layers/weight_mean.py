@@ -22,7 +22,7 @@ from mimicnorm.layers.weight import Centring, by_output, centre_rows, wants_plai
 OFF_CENTRE = 1e-3
 """Rows up to this far off centre (see ``off_centre``) count as centred: rounding moves them by 1e-5 in a long run."""
 
-LARGE = 2**16
+LARGE = 2**18
 """The autograd function centres gradients of more elements than this. It owns them and writes in place, where a hook
 has to make a new tensor; with fewer elements, a hook takes less time than the function."""
 
