@@ -52,6 +52,8 @@ from mimicnorm.training.sweep import folder_of, run_all
 
 # -- equal -------------------------------------------------------------------------------------------------------
 
+GRADIENTS = 1e-9  # where they differ by more, how much do those of the original if its input moves by
+MOVED = 1e-15
 LARGE = 200e6  # parameters; above, two networks in fp64 with their gradients do not fit into 16 GiB
 
 
@@ -98,19 +100,21 @@ def difference(a: Any, b: Any) -> float:
     return max(relative_error(s, t) for s, t in zip(leaves(a), leaves(b), strict=True))
 
 
-def gradient_difference(model: nn.Module, kept: nn.Module, moved: dict[str, str], x: Tensor) -> float:
+def gradient_difference(model: nn.Module, other: nn.Module, moved: dict[str, str], x: Tensor, y: Tensor) -> float:
     """The largest relative difference of a parameter's gradient; one below 1e-6 of the largest counts as that.
 
-    In training mode with BatchNorms in evaluation mode: some networks cache values in evaluation mode.
+    The networks get the inputs x and y. In training mode with BatchNorms in evaluation mode: some networks cache values
+    in evaluation mode.
     """
-    for network in (model, kept):
+    for network, given in ((model, x), (other, y)):
+        network.zero_grad()
         for m in network.train().modules():
             m.training &= not is_batch_norm(m)
         torch.manual_seed(2)  # dropout
-        outputs = leaves(network(x))
+        outputs = leaves(network(given))
         generator = torch.Generator().manual_seed(2)
         sum((torch.randn(t.shape, generator=generator).to(t) * t).sum() for t in outputs).backward()  # pyrefly: ignore
-    pairs = [(p.grad, kept.get_parameter(moved.get(n, n)).grad) for n, p in model.named_parameters()]
+    pairs = [(p.grad, other.get_parameter(moved.get(n, n)).grad) for n, p in model.named_parameters()]
     if any((a is None) != (b is None) for a, b in pairs):
         return math.inf
     both = [(a, b) for a, b in pairs if a is not None and b is not None]
@@ -146,7 +150,10 @@ def examine(source: str, name: str) -> dict:
         with torch.no_grad():
             row["fp64"] = difference(exact.eval()(x), kept.eval()(x))
             row["fp32 of the original"] = difference(exact(x), model.eval()(x.float()))  # its own rounding
-        row["gradients"] = gradient_difference(exact, kept, report.moved_parameters, x)
+        row["gradients"] = gradient_difference(exact, kept, report.moved_parameters, x, x)
+        if row["gradients"] > GRADIENTS:
+            same = copy.deepcopy(exact)
+            row["gradients of the original, input moved"] = gradient_difference(exact, same, {}, x, x * (1 + MOVED))
     return row
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import statistics
+from blocks.text import MIB, load, percent, prose, small, table
 
-from blocks.text import MIB, load, prose, small, table
+OUTPUTS, GRADIENTS = 1e-4, 1e-9
+"""Relative errors that are to be expected of rounding: of outputs in fp32, of gradients in fp64."""
 
 
 def kept_equal() -> str:
@@ -27,7 +28,7 @@ def kept_equal() -> str:
     lines = [
         [
             "output, fp32, relative error",
-            small(max(max(r["fp32 nonorm"], r["fp32 mimicnorm"]) for r in done)),
+            small(max(map(_error, done))),
             len(done),
         ],
         ["output, fp64", small(max(r["fp64"] for r in exact)), len(exact)],
@@ -38,26 +39,48 @@ def kept_equal() -> str:
     costly = sorted((r for r in beside if r["saved keep"] > 1.005), key=lambda r: -r["saved keep"])
     named_rows = [[r["name"], r["affines"], f"{r['saved keep']:.3f}", f"{r['saved batchnorm']:.3f}"] for r in costly]
     costs = table("affine maps that save their inputs | maps | saved, keep | saved, BatchNorm", named_rows)
-    return "\n\n".join([text, table("what | worst | networks", lines), *[costs] * bool(costly)])
+    sensitive = [r for r in exact if _error(r) > OUTPUTS or r["gradients"] > GRADIENTS]
+    beyond = table(
+        f"above {small(OUTPUTS)} or {small(GRADIENTS)} | output, fp32 | the original's in fp32, against fp64 | "
+        "gradients, fp64 | the original's, input moved by 1e-15",
+        [
+            [
+                r["name"],
+                small(_error(r)),
+                small(r["fp32 of the original"]),
+                small(r["gradients"]),
+                small(r[own]) if (own := "gradients of the original, input moved") in r else "",
+            ]
+            for r in sensitive
+        ],
+    )
+    shown = [table("what | worst | networks", lines), *[beyond] * bool(sensitive), *[costs] * bool(costly)]
+    return "\n\n".join([text, *shown])
+
+
+def _error(row: dict) -> float:
+    """The error of the output in fp32, under the worse of the two methods."""
+    return max(row["fp32 nonorm"], row["fp32 mimicnorm"])
 
 
 def kept_tuning() -> str:
-    data = load("keep-tuning")
-    ways = list(dict.fromkeys(r["way"] for r in data["rows"]))
-    cell = {(r["way"], r["batch"]): r for r in data["rows"]}
+    rows = load("keep-tuning")["rows"]
+    cell = {(r["way"], r["batch"]): r for r in rows}
     lines = []
-    for way in ways:
-        shown = [f"{statistics.mean(cell[way, b]['top1']):.1%}" if (way, b) in cell else "-" for b in (2, 4, 32)]
-        last = cell.get((way, 32)) or next(r for r in data["rows"] if r["way"] == way)
-        lines.append(
-            [
-                way,
-                *shown,
-                f"{last['saved_bytes'] / MIB:.1f}",
-                f"{statistics.median(last['seconds']):.0f}" if last["seconds"] else "-",
-            ]
-        )
-    return table("way | batch 2 | batch 4 | batch 32 | MiB saved, batch 32 | seconds per epoch, batch 32", lines)
+    for way in dict.fromkeys(r["way"] for r in rows):
+        last = cell.get((way, 32)) or next(r for r in rows if r["way"] == way)
+        costs = f"{last['saved_bytes'] / MIB:.1f}", f"{min(last['seconds']):.1f}" if last["seconds"] else ""
+        lines.append([way, *(_tuned(cell.get((way, batch))) for batch in (2, 4, 32)), *costs])
+    head = "way | batch 2 | batch 4 | batch 32 | MiB saved, batch 32 | seconds of the fastest epoch, batch 32"
+    return table(head, lines)
+
+
+def _tuned(row: dict | None) -> str:
+    """Accuracy over the seeds, and the learning rate."""
+    if row is None:
+        return ""
+    lost = f", {row['diverged']} diverged" if row["diverged"] else ""
+    return f"{percent(top1 or None for top1 in row['top1'])} ({row['lr']:.2g}{lost})"
 
 
 def kept_alternatives() -> str:
