@@ -57,6 +57,8 @@ def _gap(rows: list[dict], base: list[dict], key: str) -> str:
 
 def accuracy_columns() -> str:
     runs = _part("columns")
+    for row in load("accuracy-networks")["rows"]:
+        runs["ten", row["way"], f"{row['lr']:g}", f"seed {row['seed']}"] = row
     cells = list(dict.fromkeys((data, rate) for data, _, rate, _ in runs))
     lines = []
     for way in dict.fromkeys(way for _, way, _, _ in runs):
