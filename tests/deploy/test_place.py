@@ -71,6 +71,17 @@ def shared(m, x):
     return F.relu(m.other(m.conv(F.relu(m.norm(m.conv(x))))))
 
 
+def unread(m, x):
+    """A norm whose output nothing reads, as in an evaluation mode that returns the features before a neck."""
+    m.norm(x)
+    return F.relu(m.other(m.conv(x)))
+
+
+def on_itself(m, x):
+    """A norm on its own output: each call shifts."""
+    return F.relu(m.norm(m.norm(m.conv(F.relu(m.other(x))))))
+
+
 class Viewed(nn.Module):
     """A view needs the memory format that a norm gave to a permuted tensor."""
 
@@ -102,6 +113,8 @@ STAYS = ({}, ["norm"])
         (Convolutions(repvgg), {"norm": ("conv",)}, []),
         (Convolutions(preactivation, affine=False), *STAYS),
         (Convolutions(shared), {}, ["norm", "other"]),
+        (Convolutions(unread), *STAYS),
+        (Convolutions(on_itself), *STAYS),
         *((Viewed(way, affine), *STAYS) for way in ("added", "summed") for affine in (True, False)),
     ],
 )
