@@ -223,7 +223,22 @@ class OneByOne(nn.Module):
         return torch.stack(rows) if len(rows) < 100 else torch.cat([r[None] for r in rows])
 
 
-@pytest.mark.parametrize("model", [ByForward(), OneByOne(), Stack(lambda layer, x: layer(x))])
+class Recurrent(nn.Module):
+    """A layer that reads its own normalised output; without the norms between, its calls follow each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.conv, self.fc = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 5)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8, affine=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for norm in self.norms:
+            x = norm(self.conv(x))
+        return self.fc(x.relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("model", [ByForward(), OneByOne(), Recurrent(), Stack(lambda layer, x: layer(x))])
 def test_other_code_is_not_refused(model: nn.Module):
     invariants.hold(copy.deepcopy(model), torch.randn(IMAGE), mn.MimicNorm(min_fan_in=8))
 

@@ -196,7 +196,8 @@ def _numbered(graph: Graph, places: _Places, numbers: dict[tuple, int], same_bat
             if not node.inputs:  # the model's inputs, by their order
                 key = (*key, sum(not n.inputs and n.where == node.where for n in graph.nodes[: node.index]))
         else:
-            parts = (read[n] if place[n] == name else frozenset({ids[n]}) for n in node.inputs)
+            inside = [place[n] == name and name not in n.made_by for n in node.inputs]  # not what another call returned
+            parts = (read[n] if i else frozenset({ids[n]}) for n, i in zip(node.inputs, inside, strict=True))
             read[node] = frozenset().union(*parts)
             key = (name, read[node])
             if name in places.norms and len(read[node]) == 1:
