@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from mimicnorm.layers import WEIGHT_LAYERS
 from mimicnorm.methods.base import Method, NormFacts
 from mimicnorm.methods.edits import LayerEdit
 from mimicnorm.surgery import code, flow, probe
@@ -139,16 +140,30 @@ class Folder:
         return takes and edit.scale is None and (edit.action == "standardise" or self.method.branch_factor == 1.0)
 
     def _unused_sibling(self, name: str) -> str | None:
-        """A BatchNorm of this one's width and place that did not run: another domain's norm of the same layer, say.
+        """A BatchNorm of this one's width that did not run and may share its layer: another domain's norm, say.
 
-        Its name differs in one component: ``norms.1`` beside ``norms.0``, ``target.2.bn`` beside ``source.2.bn``.
+        Its name differs in one component (``norms.1`` beside ``norms.0``, ``target.2.bn`` beside ``source.2.bn``), or
+        it has no layer of its own.
         """
         width, path = probe.channels(self.modules[name]), name.split(".")
         for other in (n for n in self.norms if not self.uses[n] and probe.channels(self.modules[n]) == width):
             parts = other.split(".")
-            if len(parts) == len(path) and sum(a != b for a, b in zip(parts, path, strict=True)) == 1:
+            alike = len(parts) == len(path) and sum(a != b for a, b in zip(parts, path, strict=True)) == 1
+            if alike or not self._has_own_layer(other, width):
                 return other
         return None
+
+    def _has_own_layer(self, norm: str, width: int) -> bool:
+        """Tell whether a layer of a BatchNorm's width did not run either, before it in the module that has layers."""
+        before = itertools.takewhile(lambda n: n != norm, self.modules)
+        layers = [n for n in before if isinstance(self.modules[n], WEIGHT_LAYERS)]
+        around = norm
+        while around:
+            around = around.rpartition(".")[0]
+            inside = [n for n in layers if not around or n.startswith(f"{around}.")]
+            if inside:
+                return any(not self.uses[n] and _outputs(self.modules[n]) == width for n in inside)
+        return False
 
     def _takes_norm(self, name: str, layer: str, call: Node) -> bool:
         """Tell whether a layer can take up the trained BatchNorm directly behind it."""
@@ -206,6 +221,11 @@ def _fits(per_channel: Any, layer: Any, call: Node) -> bool:
     if per_channel is None or channels != 1:
         return False
     return per_channel.shape == call.shape[1:2] and per_channel.dtype == layer.weight.dtype
+
+
+def _outputs(layer: Any) -> int:
+    """Return how many channels a layer makes."""
+    return layer.weight.shape[1] * layer.groups if getattr(layer, "transposed", False) else layer.weight.shape[0]
 
 
 def _before_relu(call: Node) -> bool:

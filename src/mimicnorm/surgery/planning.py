@@ -320,7 +320,7 @@ class _Planner:
             if not calls:
                 self.plan.notes.append(
                     f"{name} never ran on the example: it becomes its own {edit.action}, as does a BatchNorm of its "
-                    "width with a similar name, which may share its layer"
+                    "width that may share its layer"
                 )
             self.plan.norms.append(edit)
         self._note_scales()
