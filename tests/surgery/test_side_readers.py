@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from invariants import refuses
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
@@ -173,6 +174,24 @@ def test_a_norm_that_may_share_a_layer_is_kept_wherever_it_is():
     for clean in (True, False):
         model.clean = kept.clean = clean
         torch.testing.assert_close(kept(images()), model(images()), rtol=1e-10, atol=1e-10)
+
+
+class Mixed(nn.BatchNorm2d):
+    """A BatchNorm with another one inside, for samples of another kind."""
+
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.other, self.clean = nn.BatchNorm2d(width), True
+
+    def forward(self, x):
+        return super().forward(x) if self.clean else self.other(x)
+
+
+@pytest.mark.parametrize("init", ["auto", "keep"])
+def test_a_norm_with_another_one_inside_is_refused(init):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Mixed(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
+    model = trained(model) if init == "keep" else model.double()
+    refuses(model, NoNorm(), example=images(), init=init, match="1: Mixed does more than normalise")
 
 
 class Autoencoder(nn.Module):

@@ -365,6 +365,7 @@ class _Planner:
             return None
         inside = (n for n in self.graph.nodes if n.where == name and n.kind not in _SILENT)
         does_more = isinstance(module, _BatchNorm) and any(n.users or n.is_output for n in inside)
+        does_more |= any(is_batch_norm(m) for m in module.modules() if m is not module)  # for other samples, say
         probed = None if does_more else probe.norm(module, shape)
         if probed and self.method.keeps_statistics and not probe.evaluates_as_affine(module, shape, probed):
             self.plan.refuse(
