@@ -176,6 +176,26 @@ def test_a_norm_that_may_share_a_layer_is_kept_wherever_it_is():
         torch.testing.assert_close(kept(images()), model(images()), rtol=1e-10, atol=1e-10)
 
 
+class Stems(nn.Module):
+    """A stem per kind of input, and one norm for both."""
+
+    def __init__(self):
+        super().__init__()
+        self.color, self.flow = nn.Conv2d(3, 8, 3), nn.Conv2d(2, 8, 3)
+        self.norm, self.fc = nn.BatchNorm2d(8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        stem = self.color if x.shape[1] == 3 else self.flow
+        return self.fc(torch.relu(self.norm(stem(x))).mean((2, 3)))
+
+
+def test_a_norm_that_a_layer_shares_that_did_not_run_is_kept():
+    model = trained(Stems())
+    kept = convert(model, NoNorm(), example=images(), init="keep")
+    for x in (images(), images()[:, :2]):
+        torch.testing.assert_close(kept(x), model(x), rtol=1e-10, atol=1e-10)
+
+
 class Mixed(nn.BatchNorm2d):
     """A BatchNorm with another one inside, for samples of another kind."""
 
