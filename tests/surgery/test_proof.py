@@ -182,11 +182,24 @@ def fused(conv: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
     return F.conv2d(x, conv.weight * gain[:, None, None, None], norm.bias - norm.running_mean * gain)
 
 
+class Functions:
+    """Functions that a network finds by this class, not by their names."""
+
+    fuse = staticmethod(fused)
+
+
+class FusesElsewhere(Fuses):
+    def forward(self, x):
+        y = self.norm(self.conv(x)) if self.training else Functions.fuse(self.conv, self.norm, x)
+        return self.fc(F.relu(y).mean((2, 3)))
+
+
 def test_what_happens_in_evaluation_mode_only_is_proved_too():
     tail = (nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
     model = InEvaluation(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), *tail)
     invariants.refuses(model, mn.MimicNorm(), example=IMAGE, match="takes another path")
-    invariants.refuses(Fuses(), mn.NoNorm(), example=IMAGE, match="does not run any more .AttributeError")
+    for fuses in (Fuses(), FusesElsewhere()):
+        invariants.refuses(fuses, mn.NoNorm(), example=IMAGE, match="does not run any more .AttributeError")
 
 
 class ReturnsFunction(Stack):
