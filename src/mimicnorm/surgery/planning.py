@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mimicnorm.errors import RefusedError
-from mimicnorm.layers import fan_in
+from mimicnorm.layers import WEIGHT_LAYERS, fan_in
 from mimicnorm.methods import Method, as_method
 from mimicnorm.methods.edits import LayerEdit, NormEdit
 from mimicnorm.surgery import attention, changeable, flow, heads, keeping, probe, residual, roles, starting
@@ -323,6 +323,11 @@ class _Planner:
                     "width that may share its layer"
                 )
             self.plan.norms.append(edit)
+        idle = [n for n, m in self.modules.items() if isinstance(m, WEIGHT_LAYERS) and n not in folder.used]
+        if idle:
+            self.plan.notes.append(
+                f"{count(len(idle), 'layer')} ({first_names(idle)}) never ran on the example and stay as they are"
+            )
         self._note_scales()
         keeping.note_affines(self.plan, self.graph, self.modules)
 
