@@ -407,3 +407,16 @@ def test_what_the_example_does_not_show_is_folded_right(way, init):
         converted.of_example = report.model.of_example = kind
         with torch.no_grad():
             torch.testing.assert_close(report.model(x), converted(x))
+
+
+class NeedsTargets(Kinds):
+    def forward(self, x, targets=None):
+        if self.training and targets is None:
+            raise ValueError("targets are missing")
+        return super().forward(x)
+
+
+def test_a_network_that_takes_targets_in_training_mode_is_folded():
+    x = torch.randn(2, 3, 8, 8)
+    converted = mn.convert(NeedsTargets("norm"), mn.NoNorm(), example=(x, torch.zeros(2))).eval()
+    torch.testing.assert_close(fold(converted, example=(x,))(x), converted(x))

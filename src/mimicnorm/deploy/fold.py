@@ -6,6 +6,7 @@ which factor and addend. The layer before takes them up, or the layer after; the
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from dataclasses import dataclass, field
@@ -20,7 +21,7 @@ from torch.utils import _pytree as pytree
 from mimicnorm.deploy import affine as fold_affine
 from mimicnorm.deploy.affine import Affine
 from mimicnorm.deploy.place import Calls, Place, calls_of, find_place, is_unpadded, own_class
-from mimicnorm.errors import DeployError
+from mimicnorm.errors import DeployError, ExampleError
 from mimicnorm.layers import WEIGHT_LAYERS, Derived, GroupNorm, LastNorm, LastNormed, OriginalKeys, Remains, Reweighted
 from mimicnorm.layers.derive import derived_class
 from mimicnorm.surgery.example import call_arguments, tensors_in
@@ -166,7 +167,8 @@ class _Folding:
         shifts = {name: m for name, m in apart.items() if not isinstance(m, LastNorm)}
         idle = shifts and any(isinstance(m, WEIGHT_LAYERS) and not graphs[0].calls(n) for n, m in self.modules.items())
         if idle or any(not calls_of(graphs[0], name) for name in apart):  # auxiliary heads run in training mode alone
-            graphs.append(record_in_mode(self.model, self.example, training=True))
+            with contextlib.suppress(ExampleError):  # it may take other inputs in training mode
+                graphs.append(record_in_mode(self.model, self.example, training=True))
         self.used = {n for g in graphs for node in g.nodes for n in (node.layer, *node.made_by) if n is not None}
         self.used |= set().union(*(g.used_elsewhere for g in graphs))
         self.widths = {name: w if (w := _affine(m).width) > 1 else 0 for name, m in shifts.items()}
