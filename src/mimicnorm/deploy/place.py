@@ -50,10 +50,10 @@ def find_place(graph: Graph, modules: Modules, calls: Calls, affine: Affine) -> 
 
     An identity passes its input on. So either nothing else reads that input, or nothing writes into the output: an
     in-place activation must not overwrite a skip connection. A module that changes the memory format, for views after
-    it, may go where layers alone read its output. What leads to no output is not among the readers that are recorded,
-    so it stays apart.
+    it, may go where layers alone read its output. What leads to no output may not be among the readers that are
+    recorded: then it stays apart.
     """
-    if not all(out.users or out.is_output or out.tapped for _, out in calls):
+    if not all(any(u.where == out.where for u in x.users) for x, out in calls):
         return None
     relaid = any(out.op == "contiguous" for _, out in calls)
     if affine.is_identity:
