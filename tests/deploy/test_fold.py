@@ -376,3 +376,47 @@ def test_fusion_of_batch_norms_by_pytorch():
     torch.testing.assert_close(fused(x), model(x), rtol=1e-4, atol=1e-5)
     with pytest.raises(DeployError, match="training mode"):
         fuse(model.train())
+
+
+class Kinds(nn.Module):
+    """Inputs of two kinds take different ways; what is written with ``other`` does not run on the example."""
+
+    def __init__(self, way: str):
+        super().__init__()
+        self.stem, self.norm, self.last = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 1)
+        self.other = nn.BatchNorm2d(8) if way == "norm" else nn.Conv2d(8 if way == "reader" else 3, 8, 1)
+        self.fc, self.way, self.of_example = nn.Linear(8, 4), way, True
+
+    def forward(self, x):
+        others = {} if self.of_example else {self.way: self.other}
+        x = others.get("norm", self.norm)(others.get("layer", self.stem)(x))
+        return self.fc(others.get("reader", self.last)(x).relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("init", [None, "keep"])
+@pytest.mark.parametrize("way", ["norm", "layer", "reader"])
+def test_what_the_example_does_not_show_is_folded_right(way, init):
+    torch.manual_seed(0)
+    model = Kinds(way)
+    for norm in (m for m in model.modules() if isinstance(m, nn.BatchNorm2d)):
+        for t in (norm.bias, norm.running_mean):
+            nn.init.normal_(t)
+    converted = mn.convert(model, mn.NoNorm(), example=(2, 3, 8, 8), init=init).eval()
+    report, x = fold_with_report(converted), torch.randn(2, 3, 8, 8)
+    for kind in (True, False):
+        converted.of_example = report.model.of_example = kind
+        with torch.no_grad():
+            torch.testing.assert_close(report.model(x), converted(x))
+
+
+class NeedsTargets(Kinds):
+    def forward(self, x, targets=None):
+        if self.training and targets is None:
+            raise ValueError("targets are missing")
+        return super().forward(x)
+
+
+def test_a_network_that_takes_targets_in_training_mode_is_folded():
+    x = torch.randn(2, 3, 8, 8)
+    converted = mn.convert(NeedsTargets("norm"), mn.NoNorm(), example=(x, torch.zeros(2))).eval()
+    torch.testing.assert_close(fold(converted, example=(x,))(x), converted(x))

@@ -71,6 +71,17 @@ def shared(m, x):
     return F.relu(m.other(m.conv(F.relu(m.norm(m.conv(x))))))
 
 
+def unread(m, x):
+    """A norm whose output nothing reads, as in an evaluation mode that returns the features before a neck."""
+    m.norm(x)
+    return F.relu(m.other(m.conv(x)))
+
+
+def on_itself(m, x):
+    """A norm on its own output: each call shifts."""
+    return F.relu(m.norm(m.norm(m.conv(F.relu(m.other(x))))))
+
+
 class Viewed(nn.Module):
     """A view needs the memory format that a norm gave to a permuted tensor."""
 
@@ -102,6 +113,8 @@ STAYS = ({}, ["norm"])
         (Convolutions(repvgg), {"norm": ("conv",)}, []),
         (Convolutions(preactivation, affine=False), *STAYS),
         (Convolutions(shared), {}, ["norm", "other"]),
+        (Convolutions(unread), *STAYS),
+        (Convolutions(on_itself), *STAYS),
         *((Viewed(way, affine), *STAYS) for way in ("added", "summed") for affine in (True, False)),
     ],
 )
@@ -111,3 +124,27 @@ def test_where_what_is_left_of_a_norm_goes(model, into, standalone):
     with torch.no_grad():
         torch.testing.assert_close(report.model(x.clone()), converted(x.clone()), rtol=1e-5, atol=1e-5)
     assert (report.into, report.standalone) == (into, standalone)
+
+
+class Exits(nn.Module):
+    """Two heads, of which evaluation mode returns the second and reads the values of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm, self.first, self.second = (
+            nets.conv(3, 8),
+            nn.BatchNorm2d(8),
+            *map(nn.Linear, (8, 8), (4, 4)),
+        )
+
+    def forward(self, x):
+        x = self.norm(self.stem(x)).relu().mean((2, 3))
+        first, second = self.first(x), self.second(x)
+        return (first, second) if self.training or bool(first.sum() > 1e9) else second
+
+
+def test_a_last_norm_whose_output_is_not_returned_goes_into_its_head():
+    converted = stirred(Exits(), mn.MimicNorm(), (2, 3, 8, 8))
+    report = fold_with_report(converted)
+    assert report.into["first.last_norm"] == ("first",)
+    assert report.into["second.last_norm"] == ("second",)

@@ -291,6 +291,31 @@ def test_a_list_of_images_has_no_batch_dimension_that_is_known():
         mn.convert_(model, mn.MimicNorm(last_norm=False), example=example)
 
 
+class Tokens(nn.Module):
+    """Samples and their tokens lie along one dimension, so no module inside shows which rows are of a sample."""
+
+    def __init__(self, middle: nn.Module):
+        super().__init__()
+        self.embed, self.norm, self.mix, self.fc = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 4)
+        self.middle = nn.Sequential(middle)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.norm(self.embed(x.flatten(0, 1))).relu()
+        return self.fc(self.middle(self.mix(rows)).relu().view(len(x), -1, 8).mean(1))
+
+
+def test_where_no_module_shows_the_samples_the_network_around_it_decides():
+    with pytest.raises(
+        RefusedError, match=r"'middle.0' \(Standardised\) works .* output of the network itself for one"
+    ):
+        mn.convert_(Tokens(Standardised()), mn.MimicNorm(), example=(4, 5, 6))
+    within = Apply(lambda x: torch.cat([h.relu() for h in x.chunk(2)]))
+    assert not [n for n in mn.plan(Tokens(within), mn.MimicNorm(), example=(4, 5, 6)).notes if "across" in n]
+    both = Tokens(nn.Sequential(Standardised(), within))
+    report = mn.convert_(both, mn.MimicNorm(), example=(4, 5, 6), allow_mixing=("middle.0.0",))
+    assert any("'middle.0.1' (Apply) may work across the batch" in note for note in report.notes)
+
+
 def test_outputs_without_a_batch_cannot_be_judged():
     model = Wrapped(lambda net, x: (net(x) - x.mean(0).mean()).sum(), nn.Identity())
     assert mixing.watch(model, (4, 3, 6, 6), Graph())[1] == {"": "sub"}

@@ -19,7 +19,7 @@ from torch import nn
 from mimicnorm.deploy import fold
 from mimicnorm.errors import ExampleError, MimicNormError, RefusedError
 from mimicnorm.layers import LastNormed, Shift, WeightMean
-from mimicnorm.methods import Fixup, GroupNormWS, MimicNorm, NoNorm, ScaledWS
+from mimicnorm.methods import Fixup, GroupNormWS, LastBN, MimicNorm, NoNorm, ScaledWS
 from mimicnorm.surgery.convert import convert, convert_
 from mimicnorm.surgery.init import initialise
 from mimicnorm.surgery.planning import plan
@@ -564,3 +564,30 @@ def test_views_of_what_a_batch_norm_made_of_a_permuted_tensor(method, affine, wa
     convert_(model, method, example=x)
     assert model(x).shape == (3, 4)
     torch.testing.assert_close(fold(model.eval())(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+class Complex(nn.Module):
+    """A layer with complex weights, whose real and imaginary part have a BatchNorm each; its head may be complex."""
+
+    def __init__(self, complex_head: bool):
+        super().__init__()
+        self.layer = nn.Linear(24, 32, dtype=torch.complex64)
+        self.real, self.imaginary = nn.BatchNorm1d(32), nn.BatchNorm1d(32)
+        self.fc = nn.Linear(32, 4, dtype=torch.complex64 if complex_head else torch.float32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.layer(x)
+        x = torch.complex(self.real(x.real).relu(), self.imaginary(x.imag).relu())
+        return self.fc(x).real if self.fc.weight.is_complex() else self.fc(x.abs())
+
+
+def test_complex_layers_are_not_changed():
+    x = torch.randn(5, 24, dtype=torch.complex64)
+    invariants.refuses(Complex(False), MimicNorm(), example=x, match="layer: its weight is complex")
+    invariants.refuses(Complex(True), LastBN(), example=x, match="fc: makes complex numbers")
+    assert type(convert(Complex(True), NoNorm(), example=x).layer) is nn.Linear
+    trained = Complex(False)
+    for _ in range(3):
+        trained(torch.randn(5, 24, dtype=torch.complex64))
+    kept = convert(trained, MimicNorm(), example=x, init="keep")
+    torch.testing.assert_close(kept(x), trained.eval()(x))

@@ -382,3 +382,12 @@ def test_a_parametrized_layer_that_is_not_centred_keeps_its_weights(method, init
     assert report.init == ("calibrate" if init == "auto" else init)
     assert torch.equal(conv.parametrizations.weight.original, before)
     assert any("computed from other parameters" in note for note in report.notes) == (init is not None)
+
+
+def test_layers_that_never_run_are_noted():
+    net = nn.Sequential(nets.conv(3, 8), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 2, 1))
+    assert not [n for n in plan(net, NoNorm(), example=IMAGE).notes if "never ran" in n]
+    net[3].other_heads = nn.ModuleList([nn.Conv2d(8, 2, 1), nn.Conv2d(8, 2, 1)])
+    assert any(
+        "2 layers (3.other_heads.0, 3.other_heads.1) never ran" in n for n in plan(net, NoNorm(), example=IMAGE).notes
+    )

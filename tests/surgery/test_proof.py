@@ -182,11 +182,24 @@ def fused(conv: nn.Module, norm: nn.Module, x: Tensor) -> Tensor:
     return F.conv2d(x, conv.weight * gain[:, None, None, None], norm.bias - norm.running_mean * gain)
 
 
+class Functions:
+    """Functions that a network finds by this class, not by their names."""
+
+    fuse = staticmethod(fused)
+
+
+class FusesElsewhere(Fuses):
+    def forward(self, x):
+        y = self.norm(self.conv(x)) if self.training else Functions.fuse(self.conv, self.norm, x)
+        return self.fc(F.relu(y).mean((2, 3)))
+
+
 def test_what_happens_in_evaluation_mode_only_is_proved_too():
     tail = (nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
     model = InEvaluation(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), *tail)
     invariants.refuses(model, mn.MimicNorm(), example=IMAGE, match="takes another path")
-    invariants.refuses(Fuses(), mn.NoNorm(), example=IMAGE, match="does not run any more .AttributeError")
+    for fuses in (Fuses(), FusesElsewhere()):
+        invariants.refuses(fuses, mn.NoNorm(), example=IMAGE, match="does not run any more .AttributeError")
 
 
 class ReturnsFunction(Stack):
@@ -223,7 +236,22 @@ class OneByOne(nn.Module):
         return torch.stack(rows) if len(rows) < 100 else torch.cat([r[None] for r in rows])
 
 
-@pytest.mark.parametrize("model", [ByForward(), OneByOne(), Stack(lambda layer, x: layer(x))])
+class Recurrent(nn.Module):
+    """A layer that reads its own normalised output; without the norms between, its calls follow each other."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.conv, self.fc = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, padding=1), nn.Linear(8, 5)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(8, affine=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
+        for norm in self.norms:
+            x = norm(self.conv(x))
+        return self.fc(x.relu().mean((2, 3)))
+
+
+@pytest.mark.parametrize("model", [ByForward(), OneByOne(), Recurrent(), Stack(lambda layer, x: layer(x))])
 def test_other_code_is_not_refused(model: nn.Module):
     invariants.hold(copy.deepcopy(model), torch.randn(IMAGE), mn.MimicNorm(min_fan_in=8))
 

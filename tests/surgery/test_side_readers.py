@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from invariants import refuses
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
 from mimicnorm.errors import RefusedError
+from mimicnorm.layers import TrainedAffine
 from mimicnorm.methods import MimicNorm, NoNorm
 from mimicnorm.surgery.convert import convert
 from mimicnorm.surgery.planning import plan
@@ -147,6 +149,69 @@ def test_a_domain_that_the_example_does_not_show_is_kept(shown):
     kept = convert(model, NoNorm(), example=(images(), torch.tensor(shown)), init="keep").eval()
     for domain in map(torch.tensor, (0, 1)):
         torch.testing.assert_close(kept(images(), domain), model(images(), domain))
+
+
+class Adversarial(nn.Module):
+    """Samples of another kind have norms of their own, kept elsewhere; a block that never runs has layers, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm, self.fc, self.clean = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 5), True
+        self.extra = nn.ModuleDict({"adversarial": nn.Sequential(nn.BatchNorm2d(8))})
+        self.spare = nn.Sequential(nn.Conv2d(8, 16, 1), nn.BatchNorm2d(16))
+        self.body = nn.Sequential(nn.ReLU(), nn.Conv2d(8, 16, 1), nn.BatchNorm2d(16), nn.Conv2d(16, 8, 1))
+
+    def forward(self, x):
+        norm = self.norm if self.clean else self.extra["adversarial"]
+        return self.fc(self.body(norm(self.stem(x))).mean((2, 3)))
+
+
+def test_a_norm_that_may_share_a_layer_is_kept_wherever_it_is():
+    model = trained(Adversarial())
+    kept = convert(model, NoNorm(), example=images(), init="keep")
+    assert isinstance(kept.norm, TrainedAffine)
+    assert type(kept.body[2]) is nn.Identity  # the norm that did not run has a layer of its own
+    for clean in (True, False):
+        model.clean = kept.clean = clean
+        torch.testing.assert_close(kept(images()), model(images()), rtol=1e-10, atol=1e-10)
+
+
+class Stems(nn.Module):
+    """A stem per kind of input, and one norm for both."""
+
+    def __init__(self):
+        super().__init__()
+        self.color, self.flow = nn.Conv2d(3, 8, 3), nn.Conv2d(2, 8, 3)
+        self.norm, self.fc = nn.BatchNorm2d(8), nn.Linear(8, 5)
+
+    def forward(self, x):
+        stem = self.color if x.shape[1] == 3 else self.flow
+        return self.fc(torch.relu(self.norm(stem(x))).mean((2, 3)))
+
+
+def test_a_norm_that_a_layer_shares_that_did_not_run_is_kept():
+    model = trained(Stems())
+    kept = convert(model, NoNorm(), example=images(), init="keep")
+    for x in (images(), images()[:, :2]):
+        torch.testing.assert_close(kept(x), model(x), rtol=1e-10, atol=1e-10)
+
+
+class Mixed(nn.BatchNorm2d):
+    """A BatchNorm with another one inside, for samples of another kind."""
+
+    def __init__(self, width: int):
+        super().__init__(width)
+        self.other, self.clean = nn.BatchNorm2d(width), True
+
+    def forward(self, x):
+        return super().forward(x) if self.clean else self.other(x)
+
+
+@pytest.mark.parametrize("init", ["auto", "keep"])
+def test_a_norm_with_another_one_inside_is_refused(init):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Mixed(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
+    model = trained(model) if init == "keep" else model.double()
+    refuses(model, NoNorm(), example=images(), init=init, match="1: Mixed does more than normalise")
 
 
 class Autoencoder(nn.Module):

@@ -200,12 +200,13 @@ def test_nothing_is_folded_into_a_layer_that_an_unseen_norm_may_share():
     torch.testing.assert_close(twin(x, True), model(x, True))
 
 
-def test_a_norm_that_never_runs_elsewhere_changes_nothing():
+@pytest.mark.parametrize(("layer", "action"), [(nn.Conv2d(8, 8, 1), "remove"), (nn.ReLU(), "shift")])
+def test_a_norm_that_never_runs_after_a_layer_of_its_own_changes_nothing(layer, action):
     model = nn.Sequential(plain())
-    model[0].unused = nn.Sequential(nn.BatchNorm2d(8))
+    model[0].unused = nn.Sequential(layer, nn.BatchNorm2d(8))
     model[0].forward = model[0][:6].forward
     report = plan(model, SMALL, example=IMAGE)
-    assert {n.name: n.action for n in report.norms} == {"0.1": "remove", "0.unused.0": "shift"}
+    assert {n.name: n.action for n in report.norms} == {"0.1": action, "0.unused.1": "shift"}
     (step,) = [n for n in plan(Domains(), SMALL, example=IMAGE).norms if n.name == "clean"]
     assert step.why == "adversarial did not run and may share its layer"
 

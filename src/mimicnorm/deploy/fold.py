@@ -6,6 +6,7 @@ which factor and addend. The layer before takes them up, or the layer after; the
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from dataclasses import dataclass, field
@@ -20,8 +21,8 @@ from torch.utils import _pytree as pytree
 from mimicnorm.deploy import affine as fold_affine
 from mimicnorm.deploy.affine import Affine
 from mimicnorm.deploy.place import Calls, Place, calls_of, find_place, is_unpadded, own_class
-from mimicnorm.errors import DeployError
-from mimicnorm.layers import Derived, GroupNorm, LastNorm, LastNormed, OriginalKeys, Remains, Reweighted
+from mimicnorm.errors import DeployError, ExampleError
+from mimicnorm.layers import WEIGHT_LAYERS, Derived, GroupNorm, LastNorm, LastNormed, OriginalKeys, Remains, Reweighted
 from mimicnorm.layers.derive import derived_class
 from mimicnorm.surgery.example import call_arguments, tensors_in
 from mimicnorm.surgery.graph import Graph
@@ -29,6 +30,7 @@ from mimicnorm.surgery.isolate import run
 from mimicnorm.surgery.operate import become
 from mimicnorm.surgery.plan import Plan
 from mimicnorm.surgery.record import record_in_mode
+from mimicnorm.surgery.unseen import unseen
 
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}  # relative to the largest output; 0.05 in half precision
 
@@ -162,8 +164,14 @@ class _Folding:
         beside = {name: self._make_plain(name, module) for name, module in changed.items()}
         graphs = [record_in_mode(self.model, self.example, training=False)]
         apart = {name: m for name, m in self.modules.items() if hasattr(m, "as_affine")}
-        if any(not calls_of(graphs[0], name) for name in apart):  # auxiliary heads run in training mode alone
-            graphs.append(record_in_mode(self.model, self.example, training=True))
+        shifts = {name: m for name, m in apart.items() if not isinstance(m, LastNorm)}
+        idle = shifts and any(isinstance(m, WEIGHT_LAYERS) and not graphs[0].calls(n) for n, m in self.modules.items())
+        if idle or any(not calls_of(graphs[0], name) for name in apart):  # auxiliary heads run in training mode alone
+            with contextlib.suppress(ExampleError):  # it may take other inputs in training mode
+                graphs.append(record_in_mode(self.model, self.example, training=True))
+        self.used = {n for g in graphs for node in g.nodes for n in (node.layer, *node.made_by) if n is not None}
+        self.used |= set().union(*(g.used_elsewhere for g in graphs))
+        self.widths = {name: w if (w := _affine(m).width) > 1 else 0 for name, m in shifts.items()}
         for name, module in apart.items():
             self._fold(name, module, graphs)
         for name, (first, last) in beside.items():
@@ -224,10 +232,13 @@ class _Folding:
     # -- what stands apart ---------------------------------------------------------------------
 
     def _fold(self, name: str, module: Any, graphs: list[Graph]) -> None:
-        scale, shift = module.as_affine()
-        affine = Affine(scale, shift, module.dim if isinstance(module, LastNorm) else getattr(module, "channel_dim", 1))
+        affine = _affine(module)
         calls, graph = next(((c, g) for g in graphs if (c := calls_of(g, name))), ([], graphs[0]))
         place = find_place(graph, self.modules, calls, affine) if calls else None
+        if name in self.widths and place is not None and place.layers:
+            width = self.widths[name] or calls[0][0].shape[affine.channel_dim]
+            if unseen(name, width, self.modules, self.widths, self.used, reads=not place.after) is not None:
+                place = None
         shapes = [x.shape for x, _ in calls] or [self._expected_shape(name, affine)]
         if isinstance(module, LastNorm):
             self._unhead(name, place, calls)
@@ -284,6 +295,12 @@ class _Folding:
         package, _, rest = type(module).__module__.partition(".")
         if package == "mimicnorm" and not rest.startswith("models"):  # networks of the package are the user's choice
             raise DeployError(f"{name or 'the model'}: a {type(module).__name__} has no counterpart in torch.nn")
+
+
+def _affine(module: Any) -> Affine:
+    """What a module that stands apart does."""
+    scale, shift = module.as_affine()
+    return Affine(scale, shift, module.dim if isinstance(module, LastNorm) else getattr(module, "channel_dim", 1))
 
 
 # -- layers ------------------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ def calls_of(graph: Graph, name: str) -> Calls:
     for out in graph.nodes:
         if name in out.made_by:
             x = out
-            while x.where == name:
+            while x.where == name and (x is out or name not in x.made_by):  # it may be called on its own output
                 x = x.inputs[0]
             pairs.append((x, out))
     return pairs
@@ -50,8 +50,11 @@ def find_place(graph: Graph, modules: Modules, calls: Calls, affine: Affine) -> 
 
     An identity passes its input on. So either nothing else reads that input, or nothing writes into the output: an
     in-place activation must not overwrite a skip connection. A module that changes the memory format, for views after
-    it, may go where layers alone read its output.
+    it, may go where layers alone read its output. What leads to no output may not be among the readers that are
+    recorded: then it stays apart.
     """
+    if not all(any(u.where == out.where for u in x.users) for x, out in calls):
+        return None
     relaid = any(out.op == "contiguous" for _, out in calls)
     if affine.is_identity:
         alone = not relaid and all(read_once(x) and not x.tapped and x.kind in _FRESH for x, _ in calls)

@@ -96,6 +96,11 @@ def why_not(layer: nn.Module, action: str, scaled: bool, starts: bool, ways: Way
         )
     if changes and "forward" in layer.__dict__:
         return REPLACED
+    if changes and any(p.is_complex() for p in layer.parameters(recurse=False)):
+        return (
+            "its weight is complex, and a changed layer has the gradients of a real one",
+            "Give real and imaginary parts a layer each, or leave its BatchNorm with where=",
+        )
     if action == "trained" and not ways.probe.keeps:
         return f"{kind} does not just apply its weight", "Leave its BatchNorm with where=, or use a plain layer"
     if action in _DONE and not ways.probe.centres:

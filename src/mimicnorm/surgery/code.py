@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from torch import nn
@@ -39,7 +39,7 @@ def _asks_for_class(names: set[str]) -> bool:
 
 
 def _called(module: nn.Module, function: Any) -> list[FunctionType]:
-    """A function and all that it calls in the module's class and in its file, PyTorch's left out."""
+    """A function and all that it calls: in the module's class and its file, and in what they import but PyTorch."""
     functions: list[FunctionType] = []
     waiting = [function]
     while waiting:
@@ -48,7 +48,11 @@ def _called(module: nn.Module, function: Any) -> list[FunctionType]:
         f = inspect.unwrap(f) if callable(f) else f
         if isinstance(f, FunctionType) and f not in functions and not (f.__module__ or "").startswith("torch."):
             functions.append(f)
-            waiting += [inspect.getattr_static(module, n, f.__globals__.get(n)) for n in _names(f.__code__)]
+            names = _names(f.__code__)
+            waiting += [inspect.getattr_static(module, n, f.__globals__.get(n)) for n in names]
+            named = (f.__globals__.get(n) for n in names)
+            owners = [o for o in named if isinstance(o, (type, ModuleType)) and not o.__name__.startswith("torch")]
+            waiting += [inspect.getattr_static(owner, n, None) for owner in owners for n in names]
     return functions
 
 

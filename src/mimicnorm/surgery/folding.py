@@ -20,6 +20,7 @@ from mimicnorm.surgery import code, flow, probe
 from mimicnorm.surgery.graph import Graph, Node
 from mimicnorm.surgery.ops import Kind
 from mimicnorm.surgery.roles import Roles
+from mimicnorm.surgery.unseen import unseen
 
 _LINEAR_POOLS = ("mean", "avg_pool1d", "avg_pool2d", "avg_pool3d")
 _LINEAR_POOLS += ("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
@@ -48,9 +49,12 @@ class Folder:
         probes: Mapping[str, probe.LayerProbe],
         method: Method,
     ):
-        self.graph, self.modules, self.norms = graph, modules, norms
+        self.graph, self.modules = graph, modules
         self.roles, self.edit_of, self.probes, self.method = roles, edit_of, probes, method
         self.uses: Counter[str] = flow.uses(graph)
+        in_other_mode = flow.uses(graph.other_mode) if graph.other_mode is not None else ()
+        self.used = {*self.uses, *graph.used_elsewhere, *(n for n in in_other_mode if n not in norms)}
+        self.widths = {name: probe.channels(modules[name]) for name in norms}
 
     def facts(self, name: str, positions: int) -> NormFacts:
         """Return what is possible for a BatchNorm that has so many values per sample and channel."""
@@ -75,16 +79,16 @@ class Folder:
         read_once = all(flow.read_once(o) and not o.tapped for o in owned)
         # Layer and BatchNorm meet in every call of either, and in nothing else: they may be used as one.
         paired = len(owners) == 1 and self.uses[layer] == len(calls) == len(set(owned))
-        sibling = self._unused_sibling(name)
+        unseen = self._unseen(name)
         alike = self._alike_in_other_mode(name, (layer,))
-        alone = paired and read_once and alike and uses_are_calls(self.graph, layer) and sibling is None
+        alone = paired and read_once and alike and uses_are_calls(self.graph, layer) and unseen is None
         direct = all(c.inputs[0] is o for c, o in zip(calls, owned, strict=True))
         takes_beta = alone and direct and self._takes_beta(name, layer, owned[0])
         obstacle = "beta cannot become its layer's bias" if alone else "its layer is also used without it"
         if not facts.has_beta:
             obstacle = "between it and its layer is a view, which an in-place activation must not write into"
-        if sibling is not None:
-            obstacle = f"{sibling} did not run and may share its layer"
+        if unseen is not None:
+            obstacle = unseen
         if not read_once:
             obstacle = "its layer's output is read more than once"
         if not alike:
@@ -106,7 +110,7 @@ class Folder:
         """
         producers = _producers(calls)
         names = dict.fromkeys(n.layer for n in producers)
-        if self._unused_sibling(name) is not None or any(not self._takes_scale(n, producers) for n in names):
+        if self._unseen(name) is not None or any(not self._takes_scale(n, producers) for n in names):
             return ()
         layers = tuple(n for n in names if n is not None)
         if not self._alike_in_other_mode(name, layers):
@@ -138,17 +142,9 @@ class Folder:
         takes = self.probes[name].scales_uncentred if edit.action == "keep" else self.probes[name].scales
         return takes and edit.scale is None and (edit.action == "standardise" or self.method.branch_factor == 1.0)
 
-    def _unused_sibling(self, name: str) -> str | None:
-        """A BatchNorm of this one's width and place that did not run: another domain's norm of the same layer, say.
-
-        Its name differs in one component: ``norms.1`` beside ``norms.0``, ``target.2.bn`` beside ``source.2.bn``.
-        """
-        width, path = probe.channels(self.modules[name]), name.split(".")
-        for other in (n for n in self.norms if not self.uses[n] and probe.channels(self.modules[n]) == width):
-            parts = other.split(".")
-            if len(parts) == len(path) and sum(a != b for a, b in zip(parts, path, strict=True)) == 1:
-                return other
-        return None
+    def _unseen(self, name: str) -> str | None:
+        """Say what did not run and may share a BatchNorm or its layer; or return None."""
+        return unseen(name, probe.channels(self.modules[name]), self.modules, self.widths, self.used)
 
     def _takes_norm(self, name: str, layer: str, call: Node) -> bool:
         """Tell whether a layer can take up the trained BatchNorm directly after it."""

@@ -310,7 +310,7 @@ def _named(model: nn.Module, graph: Graph, name: str, plan: Plan, names: set[str
 
 def _check(module: Any, name: str, graph: Graph, heads: list[str], plan: Plan) -> None:
     """Refuse a head that cannot take a last BN, and note what is unusual about it."""
-    times = sum(n.layer == name or name in n.made_by for n in graph.nodes)
+    made = [n for n in graph.nodes if n.layer == name or name in n.made_by]
     around = [h for h in heads if h != name and (h == "" or name.startswith(f"{h}."))]
     if is_batch_norm(module):
         plan.refuse(name, "head= names a BatchNorm, and the last BN would take its place", "Name a layer")
@@ -320,9 +320,15 @@ def _check(module: Any, name: str, graph: Graph, heads: list[str], plan: Plan) -
         plan.refuse(name, *REPLACED)
     elif hasattr(module, "last_norm"):
         plan.refuse(name, "has an attribute 'last_norm' of its own, and the last BN goes by that name", "Rename it")
-    if times > 1:
+    elif any(n.dtype.is_complex for n in made):
+        plan.refuse(
+            name,
+            "makes complex numbers, and a BatchNorm normalises real ones",
+            "Leave the last BN out with last_norm=False",
+        )
+    if len(made) > 1:
         plan.notes.append(
-            f"the head {name!r} runs {times} times in a pass: each is normalised by itself in training, and their "
+            f"the head {name!r} runs {len(made)} times in a pass: each is normalised by itself in training, and their "
             "running statistics are shared"
         )
     if hasattr(module, "parametrizations"):

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from mimicnorm.errors import RefusedError
-from mimicnorm.layers import fan_in
+from mimicnorm.layers import WEIGHT_LAYERS, fan_in
 from mimicnorm.methods import Method, as_method
 from mimicnorm.methods.edits import LayerEdit, NormEdit
 from mimicnorm.surgery import attention, changeable, flow, heads, keeping, probe, residual, roles, starting
@@ -320,9 +320,14 @@ class _Planner:
             if not calls:
                 self.plan.notes.append(
                     f"{name} never ran on the example: it becomes its own {edit.action}, as does a BatchNorm of its "
-                    "width with a similar name, which may share its layer"
+                    "width that may share its layer"
                 )
             self.plan.norms.append(edit)
+        idle = [n for n, m in self.modules.items() if isinstance(m, WEIGHT_LAYERS) and n not in folder.used]
+        if idle:
+            self.plan.notes.append(
+                f"{count(len(idle), 'layer')} ({first_names(idle)}) never ran on the example and stay as they are"
+            )
         self._note_scales()
         keeping.note_affines(self.plan, self.graph, self.modules)
 
@@ -365,6 +370,7 @@ class _Planner:
             return None
         inside = (n for n in self.graph.nodes if n.where == name and n.kind not in _SILENT)
         does_more = isinstance(module, _BatchNorm) and any(n.users or n.is_output for n in inside)
+        does_more |= any(is_batch_norm(m) for m in module.modules() if m is not module)  # for other samples, say
         probed = None if does_more else probe.norm(module, shape)
         if probed and self.method.keeps_statistics and not probe.evaluates_as_affine(module, shape, probed):
             self.plan.refuse(

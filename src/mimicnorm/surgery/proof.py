@@ -196,7 +196,8 @@ def _numbered(graph: Graph, places: _Places, numbers: dict[tuple, int], same_bat
             if not node.inputs:  # the model's inputs, by their order
                 key = (*key, sum(not n.inputs and n.where == node.where for n in graph.nodes[: node.index]))
         else:
-            parts = (read[n] if place[n] == name else frozenset({ids[n]}) for n in node.inputs)
+            inside = [place[n] == name and name not in n.made_by for n in node.inputs]  # not what another call returned
+            parts = (read[n] if i else frozenset({ids[n]}) for n, i in zip(node.inputs, inside, strict=True))
             read[node] = frozenset().union(*parts)
             key = (name, read[node])
             if name in places.norms and len(read[node]) == 1:
@@ -245,18 +246,23 @@ def _refuse_mixing(
 ) -> None:
     """Refuse a network whose samples see each other by numbers, whatever its modules are called."""
     left = {n.name for n in planned.norms if n.action == "leave"}
-    accepted = {name for name in suspects if any(not a or f"{name}.".startswith(f"{a}.") for a in allow_mixing)}
+    accepted = {name for name in suspects if any(_is_inside(name, a) for a in allow_mixing)}
     starts = {f"{s.name}.weight": s.gain / math.sqrt(s.fan_in) for s in planned.layers if planned.init != "keep"}
     tried = [name for name in suspects if name not in left | accepted]
+    around = {name: [name, *_enclosing(name)] for name in tried}
     try:
-        changes = mixing.changes(model, example, tried, ignored=left, starts=starts) if tried else {}
+        named = {n for names in around.values() for n in names}
+        changes = mixing.changes(model, example, named, ignored=left, starts=starts) if tried else {}
     except Exception:  # the passes were extra: that they cannot be made does not matter for the conversion
-        changes = dict.fromkeys(tried, math.nan)
+        changes = {}
+    known = accepted | {name for name in tried if changes.get(name, 0.0) > 0}
     for name in suspects:
-        kind = type(model.get_submodule(name)).__name__.removeprefix("LastNormed")
-        at = f"{name!r} ({kind})" if name else "the network itself"
-        by = f" ({suspects[name]})" if suspects[name] else ""
-        change = changes.get(name, 0.0)
+        # Samples that lie along a dimension with others cannot be found again: a module around it may tell.
+        judges = [n for n in around.get(name, []) if n == name or not any(_is_inside(k, n) for k in known)]
+        judge = next((n for n in judges if not math.isnan(changes.get(n, math.nan))), name)
+        change = 0.0 if name not in around else changes.get(judge, math.nan)
+        at, by = _readable(model, name), f" ({suspects[name]})" if suspects[name] else ""
+        whose = "Its output" if judge == name else f"The output of {_readable(model, judge)}"
         if name in accepted:
             planned.notes.append(f"{at} works across the batch{by}, which allow_mixing= accepts")
         elif math.isnan(change):
@@ -266,9 +272,25 @@ def _refuse_mixing(
                 Refusal(
                     name,
                     f"samples would still see each other: {at} works across the batch{by}, which is taken to be the "
-                    f"first dimension of the first argument. Its output for one sample changes by {change:.1g} of its "
+                    f"first dimension of the first argument. {whose} for one sample changes by {change:.1g} of its "
                     "size with the others, and it is not a BatchNorm known here",
                     "If it is a norm, put nn.BatchNorm in its place before converting. If it is meant to mix samples, "
                     f"or that dimension is not the batch (the nodes of a graph), accept it: allow_mixing=({name!r},)",
                 )
             )
+
+
+def _enclosing(name: str) -> list[str]:
+    """Return the names of the modules around one, from the innermost to the network itself."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:n]) for n in reversed(range(len(parts)))]
+
+
+def _is_inside(name: str, outer: str) -> bool:
+    """Tell whether a module is another one, or is inside of it."""
+    return not outer or f"{name}.".startswith(f"{outer}.")
+
+
+def _readable(model: nn.Module, name: str) -> str:
+    kind = type(model.get_submodule(name)).__name__.removeprefix("LastNormed")
+    return f"{name!r} ({kind})" if name else "the network itself"
