@@ -72,7 +72,16 @@ def kept_tuning() -> str:
         costs = f"{last['saved_bytes'] / MIB:.1f}", f"{min(last['seconds']):.1f}" if last["seconds"] else ""
         lines.append([way, *(_tuned(cell.get((way, batch))) for batch in (2, 4, 32)), *costs])
     head = "way | batch 2 | batch 4 | batch 32 | MiB saved, batch 32 | seconds of the fastest epoch, batch 32"
-    return table(head, lines)
+    return f"{table(head, lines)}\n\n{_searched()}"
+
+
+def _searched() -> str:
+    """The search for learning rates: accuracy on images held out."""
+    tried = {(r["way"], r["batch"], r["rate"]): r["top1"] for r in load("keep-tuning")["search"]}
+    cells = sorted({(batch, rate) for _, batch, rate in tried})
+    ways = dict.fromkeys(way for way, _, _ in tried)
+    lines = [[way, *(percent([tried[way, batch, rate] or None]) for batch, rate in cells)] for way in ways]
+    return table(" | ".join(["held out", *(f"batch {b}, {r * b / 32:.2g}" for b, r in cells)]), lines)
 
 
 def _tuned(row: dict | None) -> str:
