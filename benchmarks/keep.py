@@ -52,8 +52,8 @@ from mimicnorm.training.sweep import folder_of, run_all
 
 # -- equal -------------------------------------------------------------------------------------------------------
 
-GRADIENTS = 1e-9  # where they differ by more, how much do those of the original if its input moves by
-MOVED = 1e-15
+GRADIENTS = 1e-9  # where gradients differ by more, the network's own sensitivity is measured, too:
+MOVED = 1e-15  # how much its gradients change if every input value changes by this fraction
 LARGE = 200e6  # parameters; above, two networks in fp64 with their gradients do not fit into 16 GiB
 
 
