@@ -15,7 +15,7 @@ def block(*layers: nn.Module) -> nn.Sequential:
 
 
 @pytest.mark.parametrize(
-    ("idle", "reads", "found"),
+    ("idle", "reads", "expected"),
     [
         (nn.BatchNorm2d(8), False, "2 did not run and may share its layer"),
         (nn.Sequential(nn.ReLU(), nn.BatchNorm2d(8)), False, "2.1 did not run and may share its layer"),
@@ -30,7 +30,7 @@ def block(*layers: nn.Module) -> nn.Sequential:
         (nn.ConvTranspose2d(8, 4, 1), True, "2 did not run and may share this BatchNorm"),
     ],
 )
-def test_what_may_meet_a_norm_in_another_call(idle, reads, found):
+def test_what_may_meet_a_norm_in_another_call(idle, reads, expected):
     modules = dict(block(idle).named_modules())
     norms = {n: m.num_features for n, m in modules.items() if isinstance(m, nn.BatchNorm2d)}
-    assert unseen("1", 8, modules, norms, {"0", "1"}, reads) == found
+    assert unseen("1", 8, modules, norms, {"0", "1"}, reads) == expected
